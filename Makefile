@@ -46,9 +46,10 @@ MUTANTS ?= 5000
 ONLY ?=
 OPERATORS_ARGS ?=
 
-# make bench
+# make bench: DEEPSPEED=1 builds DeepSpeed as one more contender, for an environment of its own: VENV=.venv-deepspeed
 SETTING ?= loopback
 BENCH_ARGS ?=
+DEEPSPEED ?=
 
 BIN := $(VENV)/bin
 
@@ -58,7 +59,7 @@ BIN := $(VENV)/bin
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
-	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench SETTING BENCH_ARGS; for gpu NVFUSER GPU_ARGS"
+	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench SETTING BENCH_ARGS DEEPSPEED; for gpu NVFUSER GPU_ARGS"
 
 train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in about a minute and a half
 	@echo "training on $(NPROC) ranks: the first loss comes in about 20 seconds, $(STEPS) steps of the tiny model take a minute"
@@ -95,7 +96,7 @@ nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuse
 	$(NVFUSER_VENV)/bin/python tests/without_gpu/definitions.py \
 	&& $(NVFUSER_VENV)/bin/python -m pytest -q tests/test_nvfuser.py tests/test_passes
 
-bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
+bench: $(VENV)/.examples $(if $(DEEPSPEED),$(VENV)/.deepspeed)  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
 
 gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run all that needs a GPU (tests, benchmarks) and print a table; without make: python3 tests/gpu/run.py
@@ -127,6 +128,12 @@ clean:  ## remove the environment and all build outputs
 $(VENV)/.examples $(VENV)/.dev $(VENV)/.docs $(VENV)/.nvfuser: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/python -m pip install -q --no-compile -e ".[$*]"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib shardtrace passes tests >/dev/null 2>&1 || true
+	@touch $@
+
+# Its operators are not built, and its setup finds the torch that is installed.
+$(VENV)/.deepspeed: | $(VENV)/.examples
+	$(BIN)/python -m pip install -q wheel "setuptools>=77"
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation deepspeed==0.19.8
 	@touch $@
 
 # The CUDA build of torch brings gigabytes that are useless without a GPU. On such a machine the CPU build is tried

@@ -14,6 +14,20 @@
 # with exactly the traces that `shardtrace.fsdp` compiles. Then two real processes run them.
 #
 # You should know what DDP and FSDP do. Thunder is explained on the way. Everything runs on a CPU in half a minute.
+#
+# Thunder has [a tutorial of FSDP](https://github.com/Lightning-AI/lightning-thunder/blob/main/notebooks/dev_tutorials/fsdp_tutorial.ipynb)
+# for the same model. The steps are the same, side by side:
+#
+# | | Thunder's tutorial | here |
+# |---|---|---|
+# | the functional trace | `thunder.jit(model)` | the same |
+# | shards | cuts the model's parameters | changes shapes in the trace; the model stays as it is |
+# | unsharded for use | `synchronize` for each parameter, before the model | for each bucket, before its first use |
+# | autodiff | `all_gather` in forward, `reduce_scatter` in backward | the same, one for each bucket |
+# | ZeRO-3 | | `regather`: backward gathers again |
+# | overlap | | `schedule`: collectives run beside compute |
+# | proof | | `verify` |
+# | on two ranks | a script for two GPUs | these traces, on two processes; `examples/traces.py` prints those of `fsdp` |
 
 # %%
 import re
@@ -59,10 +73,12 @@ prologue = thunder.last_prologue_traces(jitted)[0]  # fetches the inputs of each
 computation = thunder.last_traces(jitted)[2]  # the model; later traces are Thunder's next steps
 
 
-def show(trace):
-    """Prints a trace, without types, comments and bookkeeping."""
-    lines = re.sub(r", 'flat_args': \[.*?\]", ", ...", text(trace, dels=False)).splitlines()
-    print("\n".join(line for line in lines if "clear_mutable_collection" not in line))
+def show(trace, dels=False):
+    """Prints a trace from its signature on, without definitions, places and bookkeeping; ``del`` only if asked."""
+    lines = re.sub(r", 'flat_args': \[.*?\]", ", ...", str(trace)).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("def "))
+    left_out = ("    # ", "clear_mutable_collection", ".py:", "Collection", *(() if dels else ("  del ",)))
+    print("\n".join(line for line in lines[start:] if line and not any(word in line for word in left_out)))
 
 
 show(computation)
@@ -74,7 +90,7 @@ show(computation)
 # `BucketPlan` with `regather=True` is ZeRO-3. `TracedParameters` lists the inputs that are sharded parameters.
 
 # %%
-plan = BucketPlan("Sequential", world_size=2, regather=True)
+plan = BucketPlan("Sequential", world_size=2, regather=True, strategy="sharded by hand")
 inputs = {proxy.name: proxy for proxy in computation.args}
 parameters = TracedParameters()
 for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -109,22 +125,17 @@ for before, after in zip(computation.args, sharded.args, strict=True):
 synchronized = insert_synchronize(sharded, parameters=parameters)
 show(synchronized)
 
-# %%
-for line in synchronized.bound_symbols:
-    if line.sym.name == "synchronize":
-        bucket = line.args[1]
-        members = ", ".join(m.parameter.name for m in bucket.members)
-        print(f"{bucket.name}: {members}; {bucket.bytes} bytes unsharded, {bucket.bytes // 2} on each rank")
-
 # %% [markdown]
+# The comments are no part of the program that runs. They are made when a trace is printed: what a bucket carries, and
+# the types of all results. `synchronize` takes the 32 rows of this rank and returns all 64.
+#
 # ## Autodiff makes the collectives
 #
 # `synchronize` has a rule for Thunder's autodiff, like `linear` and `tanh`. Forward becomes `all_gather` and a wait. In
 # backward, the gradients of the full parameters become `reduce_scatter` and a wait, which returns this rank's shard of
 # the mean over ranks. Parameters that are gathered in one bucket are reduced in one bucket, without another pass.
 #
-# `thunder.jit` does the next steps: it differentiates, assigns each operation to an executor (here PyTorch's functions)
-# and splits the result into forward and backward.
+# `thunder.jit` does the next steps. First it differentiates. The result is one trace, forward and then backward:
 
 # %%
 from thunder.common import transform_for_execution
@@ -133,17 +144,31 @@ from thunder.core.transform_common import dce
 from thunder.executors.passes import del_last_used
 from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
 
+data, stats = thunder.compile_data(jitted), thunder.compile_stats(jitted)
 
-def lower(computation):
-    data = thunder.compile_data(jitted)
-    with compile_data_and_stats(data, thunder.compile_stats(jitted)):
-        joint = grad_transform_on_trace(dce(computation))
+
+def differentiate(computation):
+    with compile_data_and_stats(data, stats):
+        return grad_transform_on_trace(dce(computation))
+
+
+joint = differentiate(synchronized)
+show(joint)
+
+# %% [markdown]
+# Then it assigns each operation to an executor (here PyTorch's functions) and splits the trace into forward and
+# backward:
+
+
+# %%
+def lower(joint):
+    with compile_data_and_stats(data, stats):
         lowered = transform_for_execution(joint, executors_list=data.executors_list, use_del_last_used=False)[-1]
         forward, backward = split_into_forward_and_backward(lowered)
     return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
 
 
-zero2_forward, zero2_backward = lower(synchronized)
+zero2_forward, zero2_backward = lower(joint)
 show(zero2_forward)
 
 # %% [markdown]
@@ -156,7 +181,7 @@ show(zero2_forward)
 # instead of saving their results. It is activation checkpointing for parameters.
 
 # %%
-zero3_forward, zero3_backward = lower(regather(synchronized))
+zero3_forward, zero3_backward = lower(differentiate(regather(synchronized)))
 for name, forward in (("ZeRO-2", zero2_forward), ("ZeRO-3", zero3_forward)):
     _, (saved, _) = forward.bound_symbols[-1].args
     print(f"{name} saves", ", ".join(f"{p.name}{list(p.shape)}" for p in saved))
@@ -208,15 +233,14 @@ print("divide, then sum:", (a / 2 + b / 2).item())
 
 # %%
 forward, backward = schedule(zero3_forward), schedule(zero3_backward)
-print(re.sub(r", 'flat_args': \[.*?\]", ", ...", text(forward)))
+show(forward, dels=True)
 
 # %% [markdown]
-# `ft1` carries the second layer while the first one computes. Each moved line states the reason for its position:
+# Both layers are issued at once: the second one travels while the first one computes. A comment above each collective
+# says why it is where it is. The same in backward, where the first reduction runs beside the rest of backward:
 
 # %%
-for line in (*forward.bound_symbols, *backward.bound_symbols):
-    if line.header:
-        print(f"{line.sym.name:20} {line.args[1].name}  {line.header}")
+show(backward, dels=True)
 
 # %% [markdown]
 # ## verify

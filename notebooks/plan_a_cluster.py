@@ -70,12 +70,12 @@ table.rename(columns={"memory": "GiB", "seconds": "ms"})
 # %% [markdown]
 # (With the speed of an H100. `device="a100-80"` or `"h200"` plans for others.)
 #
-# ## 64 and 256 GPUs
+# ## 64 GPUs
 #
 # More ranks hold less each, and their links are slower: 400 Gbit/s between machines instead of NVLink inside one.
 
 # %%
-plans = {8: eight, 64: plan(64), 256: plan(256)}
+plans = {8: eight, 64: plan(64)}
 
 
 def summary(found):
@@ -96,9 +96,9 @@ pd.DataFrame({ranks: summary(found) for ranks, found in plans.items()})
 
 # %% [markdown]
 # From 8 to 64 GPUs, weights and optimizer almost vanish, and the memory that they free is left for larger batches. Each
-# GPU is a little faster, although its links are slower: it updates fewer weights. From 64 to 256 there is little left
-# to free. Communication stays hidden behind compute: a block has tens of milliseconds of work, and the parameters of
-# the next one arrive in a few.
+# GPU is a little faster, although its links are slower: it updates fewer weights. More GPUs would have little left to
+# free. Communication stays hidden behind compute: a block has tens of milliseconds of work, and the parameters of the
+# next one arrive in a few.
 #
 # ## Too little memory
 #

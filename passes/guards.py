@@ -214,4 +214,5 @@ def _around_backward(i: int, runtime: Runtime, step: Step) -> Iterator[BoundSymb
 
 
 def _line(symbol: Symbol, name: str, call: Callable[[], None]) -> BoundSymbol:
-    return symbol.bind(ContextObject(name, call), output=None)
+    why = "raises if another rank is about to run a different step" if symbol is check_ranks else "noted for that check"
+    return symbol.bind(ContextObject(name, call), output=None).from_bsym(header=why)

@@ -137,7 +137,9 @@ def _flatten_faster() -> None:
 # What all forks have imported, Thunder after what makes it importable. The rest would take two seconds in each fork of
 # which a script or a test needs it; what is not installed is left out.
 PRELOADED = ["shardtrace", "thunder", "pytest"]
-PRELOADED += [f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "llama.modeling_llama")]
+PRELOADED += [
+    f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "llama.modeling_llama", "gemma2.modeling_gemma2")
+]
 PRELOADED += ["transformers.trainer", "lightning.fabric"]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOADED)
@@ -293,10 +295,11 @@ def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: f
 class Fork:
     """A script in a process of its own, with the interface of subprocess.Popen. It is a fork, which saves the imports."""
 
-    def __init__(self, path: Path, arguments: Sequence[str], environment: dict[str, Any], output: Path) -> None:
-        self._process = context.Process(
-            target=_run_script, args=(path, arguments, environment, (output, output)), daemon=True
-        )
+    def __init__(
+        self, path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path | str]
+    ) -> None:
+        """``streams``: the files of stdout and stderr, to which it appends."""
+        self._process = context.Process(target=_run_script, args=(path, arguments, environment, streams), daemon=True)
         sys.path.insert(0, str(Path(__file__).parent))  # this module, although others have its name
         self._process.start()
         sys.path.pop(0)
@@ -310,7 +313,27 @@ class Fork:
         return self.poll()
 
 
-def _run_script(path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path]) -> None:
+def run_restarted(path: Path, arguments: Sequence[str], world_size: int, folder: Path) -> None:
+    """Run a script by torchrun's agent, which restarts ranks that fail. Writes their ids into ``folder``, by rank."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=world_size, max_restarts=3, run_id=folder.name, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", start_method="forkserver",
+    )  # fmt: skip
+    elastic_launch(config, _run_rank)(path, arguments, folder)
+
+
+def _run_rank(path: Path, arguments: Sequence[str], folder: Path) -> None:
+    number = folder / f"rank {os.environ['RANK']}"
+    number.with_suffix(".new").write_text(str(os.getpid()))
+    number.with_suffix(".new").rename(number)
+    _run_script(path, arguments, {}, (folder / "printed", folder / "errors"))
+
+
+def _run_script(
+    path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path | str]
+) -> None:
     trace_faster()
     for number, stream in enumerate(streams, 1):
         with open(stream, "a") as file:

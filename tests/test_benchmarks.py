@@ -51,7 +51,7 @@ def here(module, monkeypatch):
     def start(command, env, stdout, **_):
         *_, script, job = command
         del env["BENCHMARK_TERMINAL"]  # a file that this process has opened
-        return Fork(Path(script), [job], env, Path(stdout.name))
+        return Fork(Path(script), [job], env, [stdout.name] * 2)
 
     def run(out, *arguments):
         monkeypatch.setattr(sys, "argv", ["compare.py", *arguments, f"--out={out}"])

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import shardtrace
 
 import pytest
 import torch
-from ranks import run_script
+from ranks import run_restarted, run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = [
@@ -141,7 +142,7 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path, run_here, monkeypatch
 
 
 def test_rounded_communication_ends_at_the_same_loss(tmp_path):
-    options = [*TINY, "--steps=20", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
+    options = [*TINY, "--steps=10", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
     only = [f"--only={name}" for name in ("int8 both", "int4 reductions, error feedback")]
     out = run_on_two_ranks("gpt2/rounding.py", *options, *only)
     off = {
@@ -173,12 +174,13 @@ def test_a_killed_rank_changes_no_loss(tmp_path, trained):
         "--eval-batches=0",
         "--sample-bytes=0",
         f"--checkpoint-dir={tmp_path}",
+        f"--json={tmp_path}/json",
     ]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    script = [EXAMPLES / "gpt2/train.py", *options, f"--json={tmp_path}/json"]
-    with subprocess.Popen([sys.executable, *torchrun, *script], stdout=subprocess.DEVNULL) as process:
-        kill_rank(process, rank=0, when=lambda: last_step(tmp_path) >= 5)
-        assert process.wait(200) == 0
+    with ThreadPoolExecutor(1) as thread:
+        killed = thread.submit(kill, tmp_path / "rank 0", when=lambda: last_step(tmp_path) >= 5)
+        run_restarted(EXAMPLES / "gpt2/train.py", options, 2, tmp_path)
+    before = killed.result()
+    assert before != int((tmp_path / "rank 0").read_text())
     assert json.loads((tmp_path / "json").read_text())["losses"] == trained.report["losses"]
     assert last_step(tmp_path) == STEPS
 
@@ -202,19 +204,15 @@ def last_step(folder):
     return 0 if last is None else int(last.name.removeprefix("step-"))
 
 
-def kill_rank(torchrun, rank, when):
-    """Sends SIGKILL to one of torchrun's ranks as soon as ``when`` is true."""
+def kill(rank, when):
+    """Sends SIGKILL to a process as soon as ``when`` is true; ``rank`` is a file that has its id. Returns the id."""
     deadline = time.monotonic() + 100
     while not when():
-        assert torchrun.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            os.kill(int(pid), signal.SIGKILL)
-            return
-    raise AssertionError(f"torchrun has no rank {rank}")
+    pid = int(rank.read_text())
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 # ---- mnist ----
@@ -345,6 +343,20 @@ def test_each_bug_of_the_museum_is_found(run_here):
         assert message in re.sub(r"\bft\d+\b", "ft0", exhibit)
         seconds = re.search(r"^ +unproven \((.*) s\)$", exhibit, re.MULTILINE)
         assert float(seconds[1]) < 1  # of CPU time
+
+
+def test_traces_of_two_ranks():
+    sections = run_on_two_ranks("traces.py", "zero3").split("\n\n\n")
+    titles = [section.splitlines()[0] for section in sections if section]
+    assert [title.partition(",")[0] for title in titles[:4]] == [
+        "Parameters are gathered for their use", "Forward and backward in one", "Forward", "Backward",
+    ]  # fmt: skip
+    gathered, joint, forward, backward = sections[:4]
+    assert re.search(r'\(t\d,\) = synchronize\(\(t_0_weight,\), b_0\)  # t\d: "cpu f32\[64, 64\]"\n', gathered)
+    for trace, gathers, reduces in ((joint, 3, 2), (forward, 2, 0), (backward, 1, 2)):
+        assert trace.count(" = all_gather(") == gathers
+        assert trace.count(" = reduce_scatter(") == reduces
+        assert "# b_2: ZeRO-3 over 2 ranks, 4,096 f32, 16,384 bytes: 2.weight\n" in trace
 
 
 @pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"gpt2/single_device.py", "gpt2/plugin.py"}))

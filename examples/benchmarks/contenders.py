@@ -5,9 +5,11 @@ The model, the data, the optimizer and the step around it are the same for all (
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ import thunder
 import thunder.distributed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -38,6 +41,9 @@ class World:
         return DeviceMesh.from_group(self.group, self.device.type)
 
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
+
+
 @dataclass(frozen=True)
 class Contender:
     """One system in one configuration. The report prints its speed over ``peer``, the FSDP2 contender with the same
@@ -49,6 +55,42 @@ class Contender:
     communicates: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
     rounds: bool = False  # what it sends: fsdp refuses to round for a single rank, which sends nothing
+
+    def start(self, model: GPT, world: World, make: MakeOptimizer) -> tuple[nn.Module, Any]:
+        """The model that trains, and what has ``step`` and ``zero_grad``."""
+        built = self.build(model, world)
+        return built, make(built.parameters())
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Contender):
+    """DeepSpeed's engine with its defaults, but for clipping, which none of the others does, and for the size of its
+    bucket of gradients, for which it would allocate 2 GB whatever the model. Its operator in shared memory is left out:
+    it would go around a slow link."""
+
+    build: Callable[[GPT, World], nn.Module] = lambda model, world: model
+    communicates: bool = False  # it has no group of ours: no run on a no-op backend
+    devices: tuple[str, ...] = ("cpu",)
+    stage: int = field(kw_only=True)
+
+    def start(self, model: GPT, world: World, make: MakeOptimizer) -> tuple[nn.Module, Any]:
+        deepspeed = importlib.import_module("deepspeed")
+        bucket = sum(p.numel() for p in model.parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # a number that only its reports use
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": bucket},
+            "zero_allow_untested_optimizer": True,
+        }
+        plain = F.linear
+        with mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=make(model.parameters()), config=config, dist_init_required=False
+            )
+        its, F.linear = F.linear, plain  # ZeRO-3 replaces torch's function, for the other contenders, too
+        engine.register_forward_pre_hook(lambda *_: setattr(F, "linear", its))
+        engine.register_forward_hook(lambda *_: setattr(F, "linear", plain), always_call=True)
+        return engine, engine
 
 
 def use_shardtrace(
@@ -124,6 +166,11 @@ def contenders() -> list[Contender]:
         Contender(f"shardtrace {strategy} int8", partial(use_shardtrace, strategy=strategy, **both), peer, rounds=True)
         for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
     ]
+    deepspeed = [
+        DeepSpeed(f"deepspeed zero{stage}", peer=peer, stage=stage)
+        for stage, peer in ((2, "fsdp2 keep"), (3, "fsdp2 reshard"))
+        if importlib.util.find_spec("deepspeed") is not None
+    ]
     return [
         *ours,
         Contender("fsdp2 keep", partial(use_fsdp2, reshard=False)),
@@ -131,6 +178,7 @@ def contenders() -> list[Contender]:
         Contender("fsdp2 keep compiled", partial(use_fsdp2, reshard=False, compiled=True), "fsdp2 keep"),
         Contender("fsdp2 reshard compiled", partial(use_fsdp2, reshard=True, compiled=True), "fsdp2 reshard"),
         Contender("thunder.distributed.fsdp", use_thunder_fsdp, "fsdp2 keep"),  # ZeRO-2, whatever strategy is requested
+        *deepspeed,
         Contender("ddp", use_ddp, "fsdp2 keep"),
         Contender("single eager", use_single, "fsdp2 keep", communicates=False),
         Contender("single compiled", partial(use_single, how=torch.compile), "fsdp2 keep", communicates=False),

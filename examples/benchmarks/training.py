@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from passes.comm import messages
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allocator import default_allocator
 from contenders import Contender, World
@@ -41,12 +42,12 @@ class Training:
     """A contender with its optimizer. A call runs one step and keeps no gradient."""
 
     def __init__(self, contender: Contender, world: World, sizes: Sizes, batches: list[tuple[Tensor, Tensor]]) -> None:
-        self.model: nn.Module = contender.build(make_model(sizes, world.device), world)
+        # SGD costs almost nothing, so that the differences between contenders stay visible
+        optimizers: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+        make = partial(optimizers[sizes.optimizer], lr=1e-4)
+        self.model, self.optimizer = contender.start(make_model(sizes, world.device), world, make)
         self.batches = batches
         self.is_ours = contender.name.startswith("shardtrace")
-        # SGD costs almost nothing, so that the differences between contenders stay visible
-        optimizers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-        self.optimizer = optimizers[sizes.optimizer](self.model.parameters(), lr=1e-4)
         self.step = 0
 
     def __call__(self) -> Tensor:

@@ -32,7 +32,8 @@ class Block:
         taken: names that its values must not have.
         module: the qualified name of the module that was called.
 
-    ``variants`` are what :mod:`passes.blocks` makes of it.
+    ``variants`` are what :mod:`passes.blocks` makes of it, ``recomputing`` the same block with marks on what backward
+    is to recompute.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Block:
         self.trace = dce(function_of_lines(name, self.inputs, lines, self.outputs, taken))
         self.is_random = any(map(is_random, self.trace.bound_symbols))
         self.variants: dict[Any, Any] = {}
+        self.recomputing: dict[str, Block] = {}
 
     @cached_property
     def symbol(self) -> Symbol:
@@ -99,28 +101,6 @@ class BlockFunction:
 
     def __repr__(self) -> str:
         return f"BlockFunction({self.name})"
-
-
-class TraceWithBlocks(TraceCtx):
-    """A trace that prints the functions of blocks that it calls below itself. It runs as any other trace."""
-
-    def __repr__(self) -> str:
-        functions = (called.trace.python(print_depth=-1, include_decorators=False) for called in block_functions(self))
-        return "\n\n\n".join([super().__repr__(), *functions])
-
-
-def with_blocks(trace: TraceCtx) -> TraceCtx:
-    """Prints the functions of blocks with the trace that calls them.
-
-    Takes: a forward or backward.
-    Gives: the same lines, in a trace that prints these functions.
-    No-op when: the trace calls none, or prints them already.
-    """
-    if isinstance(trace, TraceWithBlocks) or not block_functions(trace):
-        return trace
-    new = TraceWithBlocks(trace.fn)
-    new.__dict__.update(trace.__dict__)
-    return new
 
 
 REGION = "shardtrace_region"  # of the function of a fusion

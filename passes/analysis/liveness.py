@@ -36,6 +36,7 @@ from passes.analysis.recognise import (
 )
 from passes.comm.sequence import issue_gather, issue_scatter, issue_sum
 from passes.comm.symbols import GATHERS, REDUCTIONS, accumulate, accumulated, all_gather
+from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
 import torch
@@ -182,8 +183,8 @@ def step_liveness(
     alive until backward deletes them. Gradients that are kept for a later step are assumed to be there from the start.
 
     ``persistent`` bytes are added at each line, for memory besides the arguments: the optimizer's state, or gradients
-    of the step before. ``facts``: filled with what collectives do with memory, and read for steps with the same
-    buckets. Default: only for this step.
+    of the step before. ``facts``: filled with what collectives and calls of torch do with memory, and read for
+    other steps of the same model. Default: only for this step.
     """
     sums = sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0
     memory = _Memory(persistent + sums, facts)
@@ -205,7 +206,7 @@ class _Memory:
         self.buffers: list[Buffer] = []
         self.on_host: set[str] = set()  # values that take no memory of the device
         self.line = 0
-        self.facts: dict[Any, Any] = {} if facts is None else facts  # what collectives do with memory
+        self.facts: dict[Any, Any] = {} if facts is None else facts  # what lines do with memory
 
     def run(self, trace: TraceCtx) -> Liveness:
         shards = _shards(trace)
@@ -271,12 +272,17 @@ class _Memory:
         return temporary
 
     def _dry_run(self, bsym: BoundSymbol, arguments: Values) -> Result:
-        if not is_collective(bsym):
+        """Runs a line on meta tensors, but for collectives and calls of torch like those of a run before."""
+        what: Hashable
+        if is_collective(bsym):
+            what = bsym.sym.id, _work_of(bucket_of(bsym))
+        elif isinstance(bsym.sym.id, Line):
+            numbers = {name: i for i, name in enumerate(arguments)}
+            what = bsym.sym.id, tuple(numbers.get(a.name) for a in bsym.flat_proxy_args)
+        else:
             return dry_run(bsym, arguments)
         made = [o.name for o in bsym.flat_proxy_outs]
-        return rehearse(
-            self.facts, (bsym.sym.id, _work_of(bucket_of(bsym))), arguments, made, lambda: dry_run(bsym, arguments)
-        )
+        return rehearse(self.facts, what, arguments, made, lambda: dry_run(bsym, arguments))
 
     def _call_part(self, bsym: BoundSymbol, part: BlockFunction) -> int:
         """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the

@@ -45,6 +45,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
 from passes.analysis.calls import block_function, block_functions
+from passes.analysis.printing import line_text
 from passes.analysis.recognise import (
     bucket_of,
     ends_copies,
@@ -327,7 +328,7 @@ def verify_schedule(trace: TraceCtx) -> TraceCtx:
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
     shown = [
-        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i].from_bsym(header='')).splitlines()[0]}"
+        f"{'>' if i == at else ' '} {i:5d}  {line_text(lines[i])}"
         for i in range(max(0, at - 3), min(len(lines), at + 4))
     ]
     raise VerificationError("\n".join([f"{message} (line {at})", *shown]))
@@ -505,6 +506,9 @@ def _live_buckets(
             yield i, live
 
 
+BUG = "but ZeRO-3 saves only shards. Report this model, and train it with sharding_strategy='zero2'"
+
+
 def _verify_saved(trace: TraceCtx) -> None:
     lines = trace.bound_symbols
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
@@ -520,7 +524,7 @@ def _verify_saved(trace: TraceCtx) -> None:
         members = ", ".join(m.parameter.name for m in kept[0].members)
         if p.name in parameter_aliases(trace):
             what = f"{p.name}, unsharded, of bucket {kept[0].label} ({members})"
-            _fail(lines, len(lines) - 1, f"{what}, is saved for backward: use ZeRO-2 until this is mended")
+            _fail(lines, len(lines) - 1, f"{what}, is saved for backward, {BUG}")
         warnings.warn(
             f"{p.name} of shape {tuple(p.shape)} is computed only from parameters (bucket {kept[0].label}: {members}) "
             "and saved for backward unsharded, because Thunder's autodiff hides how to recompute it",
@@ -554,8 +558,4 @@ def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
             if names(line.flat_proxy_args[:1]) & aliases and properties(line.sym).is_alias:
                 aliases |= outs
         if kept & aliases:
-            _fail(
-                lines,
-                i,
-                f"{called.name} saves {min(kept & aliases)}, an unsharded parameter: use ZeRO-2 until this is mended",
-            )
+            _fail(lines, i, f"{called.name} saves {min(kept & aliases)}, an unsharded parameter, {BUG}")

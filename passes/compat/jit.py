@@ -152,6 +152,17 @@ def calling_function_of(other: BoundSymbol, bsym: BoundSymbol, **changes: Any) -
     return bsym.from_bsym(sym=other.sym, _call_ctx=other._call_ctx, **changes)
 
 
+def print_traces_as(text: Callable[[TraceCtx], str | None]) -> None:
+    """Lets Python print traces as ``text`` says; as Thunder does if it is None. What runs is not affected."""
+    thunders = TraceCtx.__repr__
+
+    def __repr__(self: TraceCtx) -> str:
+        own = text(self)
+        return thunders(self) if own is None else own
+
+    TraceCtx.__repr__ = __repr__
+
+
 def renamed(proxy: Proxy, name: str) -> Proxy:
     """A copy of a proxy with another name, which is not taken in any trace. Thunder's ``replace`` infers all metadata
     again."""

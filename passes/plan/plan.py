@@ -179,6 +179,18 @@ class Placement(Enum):
     REPLICATE = "replicate"
 
 
+STRATEGY_NAMES = {
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "hybrid_zero2": "hybrid ZeRO-2",
+    "hybrid_zero3": "hybrid ZeRO-3",
+    "zero3_secondary": "ZeRO-3 with second shards",
+    "owner": "ZeRO-3 by owners",
+}
+
+
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
     """The shape of each rank's (padded) shard of a parameter of shape ``full_shape``."""
     rows, *rest = full_shape or (1,)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -76,6 +77,9 @@ def legend(record: StepData) -> str:
 # ---- bars ----
 
 
+RANGE = ".."  # in the label of a bucket, between its first and its last module
+
+
 def block_of(module: Name | None) -> str:
     """The repeated block that contains a module ("h.3" for "h.3.attn.qkv"), else the module itself."""
     parts = (module or "").split(".")
@@ -83,8 +87,29 @@ def block_of(module: Name | None) -> str:
     return ".".join(parts[: at + 1])
 
 
+def _short_names(record: StepData) -> dict[str, str]:
+    """The names that bars show, for those of blocks and of buckets: "layers.5" for "model.layers.5"."""
+    modules = {block_of(m) for p in record.phases for m in p.modules if m}
+    buckets = {s.bucket for p in record.phases for s in p.timeline.spans}
+    short = shortened({*modules, *(part for bucket in buckets for part in bucket.split(RANGE))})
+    return short | {bucket: RANGE.join(short[part] for part in bucket.split(RANGE)) for bucket in buckets}
+
+
+def shortened(names: Collection[Name]) -> dict[Name, Name]:
+    """The shortest end of each name that no other one has. A number stays with the name of its list."""
+    ends = {name: [*_ends(name)] for name in names}
+    number = Counter(end for found in ends.values() for end in found)
+    return {name: next((end for end in found if number[end] == 1), name) for name, found in ends.items()}
+
+
+def _ends(name: Name) -> Iterator[Name]:
+    parts = name.split(".")
+    return (".".join(parts[k:]) for k in reversed(range(len(parts))) if not parts[k].isdigit())
+
+
 def _compute(record: StepData) -> Iterator[Bar]:
     """Compute by block, and its idle times."""
+    short = _short_names(record)
     for phase in record.phases:
         starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed and not s.in_block}
         busy = [i for i in range(len(phase.lines)) if starts[i + 1] > starts[i]]
@@ -101,10 +126,12 @@ def _compute(record: StepData) -> Iterator[Bar]:
                 stop = starts[(rest or [first])[-1] + 1]
                 label = name or record.setup.model
                 title = f"{label}: {duration(stop - starts[first])}"
-                yield Bar(starts[first], stop, label, css="compute", title=title, phase=phase.name, line=first)
+                shown = short.get(label, label)
+                yield Bar(starts[first], stop, shown, css="compute", title=title, phase=phase.name, line=first)
 
 
 def _collectives(record: StepData, link: int) -> Iterator[Bar]:
+    short = _short_names(record)
     for phase in record.phases:
         for s in phase.timeline.spans:
             if s.link == link:
@@ -112,7 +139,7 @@ def _collectives(record: StepData, link: int) -> Iterator[Bar]:
                 within = "within" if record.measured_steps else "in"
                 title = f"{s.kind} of {s.bucket}: {size(s.bytes)} {within} {duration(s.stop - s.start)}{exposed}"
                 css = "gather" if s.gathers else "reduce"
-                yield Bar(s.start, s.stop, s.bucket, css=css, title=title, phase=phase.name, line=s.issue)
+                yield Bar(s.start, s.stop, short[s.bucket], css=css, title=title, phase=phase.name, line=s.issue)
 
 
 def _held(record: StepData) -> Iterator[Bar]:
@@ -162,7 +189,9 @@ def _labels(bars: Iterable[Bar], end: float) -> Iterator[str]:
         if bar.label:
             left, width = 100 * bar.start / end, 100 * (bar.stop - bar.start) / end
             where = f"left:{left:.3f}%;width:{width:.3f}%"
-            yield f'<span class="label" style="{where}"><span>{escape(bar.label)}</span></span>'
+            front, _, last = bar.label.rpartition(".")
+            text = f"<i>{escape(front)}.</i>{last}" if last.isdigit() and front else escape(bar.label)
+            yield f'<span class="label" style="{where}"><span>{text}</span></span>'
 
 
 def _phases(record: StepData, end: float) -> Lane:

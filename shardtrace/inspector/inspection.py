@@ -14,7 +14,7 @@ from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, 
 from shardtrace.inspector.step_data import Rows, Stage, StepData, Traces, build_step_data, count
 from shardtrace.inspector.summary import Totals, totals
 from shardtrace.inspector.timeline import Profile
-from shardtrace.model.state import state_of, states_in
+from shardtrace.model.state import states_in
 from shardtrace.proving import Proof, prove_compiled
 
 import thunder
@@ -215,8 +215,8 @@ def inspect_traces(function: Any, traces: Traces, profile: Profile | None = None
     """Inspects the traces of ``function``, the function or module that was passed to ``thunder.jit``."""
     forward, notes = traces.forward, [*traces.notes]
     module = function if isinstance(function, nn.Module) else None
-    name = _class_name(module) if module is not None else getattr(function, "__name__", type(function).__name__)
-    forms = {n: _class_name(m) for n, m in module.named_modules()} if module is not None else {}
+    name = type(function).__name__ if module is not None else getattr(function, "__name__", type(function).__name__)
+    forms = {n: type(m).__name__ for n, m in module.named_modules()} if module is not None else {}
     states = states_in(module) if module is not None else []
     plan = next((plan for state in states for plan in state.plans.values()), None)
     if not forward:
@@ -237,10 +237,6 @@ def inspect_traces(function: Any, traces: Traces, profile: Profile | None = None
         )
         shown = shown._replace(notes=(*shown.notes, no_collectives))
     return Inspection(shown, traces.prove)
-
-
-def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP") if state_of(module) else type(module).__name__
 
 
 def _traces(cmodel: Any, compilation: int | None) -> Traces:

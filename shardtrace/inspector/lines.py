@@ -14,9 +14,7 @@ Lines that differ only in names, as in repeated blocks, share a template. ``t3 =
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,10 +23,10 @@ from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from passes.analysis.calls import Block, BlockFunction, block_function, called_module
+from passes.analysis.printing import importable, type_text
 from passes.analysis.recognise import is_collective, is_offload, is_unpack, module_of, names
 from passes.analysis.seconds import compute_seconds
 from passes.blocks import traced_block
-from passes.comm.sequence import Part
 from passes.plan import Bucket, CostModel
 
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
@@ -227,8 +225,7 @@ class Table(Generic[T]):
 
 
 class Type(NamedTuple):
-    """The type of a value as Thunder prints it (device, dtype, shape), and its size in bytes. A dim of a sequence of
-    which ranks hold parts reads "8 of 16"."""
+    """The type of a value as a trace prints it, and its size in bytes."""
 
     text: str
     bytes: int
@@ -342,30 +339,17 @@ def _count_results(bsym: BoundSymbol, code: str, found: list[re.Match[str]]) -> 
 def _type(proxy: Any) -> Type | None:
     if not isinstance(proxy, TensorProxy | FutureTensorProxy):
         return None
-    shape = tuple(d if isinstance(d, int) else int(d.value) for d in proxy.shape)
     size = proxy.dtype.bytes
-    for d in shape:
-        size *= d
-    sizes = list(map(str, shape))
-    part = next((tag for tag in proxy.tags if isinstance(tag, Part)), None)
-    if part is not None and part.is_of(shape):
-        sizes[part.split.dim] += f" of {part.split.size}"
-    kind = "future " if isinstance(proxy, FutureTensorProxy) else ""
-    shown = ", ".join(sizes)
-    return Type(f"{kind}{proxy.device.device_str()} {proxy.dtype.shortname()}[{shown}]", size)
+    for d in proxy.shape:
+        size *= d if isinstance(d, int) else int(d.value)
+    return Type(type_text(proxy), size)
 
 
 def _source(bsym: BoundSymbol) -> Source | None:
     line = bsym.source_positions.lineno if bsym.source_positions is not None else None
     if not bsym.source_filename or not line:
         return None
-    return Source(_importable(bsym.source_filename), line, linecache.getline(bsym.source_filename, line).strip())
-
-
-def _importable(file: str) -> str:
-    """A path relative to the innermost folder of ``sys.path`` that contains it; unchanged if none does."""
-    folders = (os.path.join(folder or os.getcwd(), "") for folder in sys.path)
-    return file.removeprefix(max((folder for folder in folders if file.startswith(folder)), key=len, default=""))
+    return Source(importable(bsym.source_filename), line, linecache.getline(bsym.source_filename, line).strip())
 
 
 class Reader:

@@ -2,17 +2,19 @@
 
 // ---- the list of lines: only visible lines are in the document ----
 const view = $("#view"), rows = $("#rows");
-const state = { stage: -1, mode: "code", entries: [], places: [], chosen: -1, part: -1, hovered: -1, hits: new Set(), order: [] };
+const state = { stage: -1, mode: "code", dels: false, entries: [], places: [], chosen: -1, part: -1, hovered: -1, hits: new Set(), order: [] };
 const current = () => stages[state.stage];
 
 function arrange() {
   const stage = current();
-  state.entries = (state.mode === "code" ? withoutInputs(stage.listing) : folded(stage.all)).flatMap(withParts);
+  const listed = state.mode === "code" ? withoutInputs(stage.listing).filter(isListed) : folded(stage.all);
+  state.entries = listed.flatMap(withParts);
   state.places = [];
   state.entries.forEach((entry, i) => { if (entry.at >= 0) state.places[entry.at] = i; });
   rows.style.height = `${state.entries.length * ROW}px`;
   draw();
 }
+const isListed = (entry) => state.dels || entry.fold || !isDeletion(entry.line);
 function withoutInputs(listing) { // a hundred parameters would hide the first lines of compute
   const inputs = listing.findIndex((row) => !plainPieces[data.lines[row.line][0]][0].startsWith("# "));
   if (inputs < 6 || listing[0].shown) return listing;
@@ -20,7 +22,8 @@ function withoutInputs(listing) { // a hundred parameters would hide the first l
 }
 function withParts(entry) { // of a line that was opened
   if (entry.fold || !entry.opened) return [entry];
-  return [entry, ...partsOf(entry.line).map((part, k) => ({ line: part, mark: KEPT, at: -1, part: k, of: entry }))];
+  const parts = partsOf(entry.line).map((part, k) => ({ line: part, mark: KEPT, at: -1, part: k, of: entry }));
+  return [entry, ...parts.filter(isListed)];
 }
 function toggle(at) {
   const entry = current().listing[at];
@@ -148,6 +151,7 @@ function show(k, { mode = state.mode, at = -1 } = {}) {
     if (selected && changed) nearest(e, $("#stages"));
   }
   for (const b of $$("[data-mode]")) b.setAttribute("aria-pressed", b.dataset.mode === mode);
+  $("#dels").setAttribute("aria-pressed", state.dels);
   $("#stage").innerHTML = `${stage.name} <small>${stage.phase}</small>`;
   if (changed) { state.chosen = -1; view.scrollTop = 0; }
   search(false);
@@ -163,8 +167,9 @@ function choose(at, scroll = true) {
   state.part = -1;
   if (at >= 0 && scroll) {
     const entry = state.places[at];
-    if (entry === undefined) { // in a fold
+    if (entry === undefined) { // in a fold, or a del
       current().listing[0].shown = true;
+      state.dels ||= isDeletion(current().listing[at].line);
       return show(state.stage, { mode: "code", at });
     }
     const top = entry * ROW;
@@ -185,7 +190,7 @@ function goTo(where) { // "forward:12", or "forward:12:3" for a line of the func
 }
 function choosePart(part) { // of the chosen line
   state.part = part;
-  const top = (state.places[state.chosen] + 1 + part) * ROW;
+  const top = state.entries.findIndex((entry) => entry.of?.at === state.chosen && entry.part === part) * ROW;
   if (top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
   describeChosen();
   draw();
@@ -255,6 +260,7 @@ document.addEventListener("click", (event) => {
   else if ((e = on("[data-fold]"))) { state.entries[Number(e.dataset.fold)].fold.shown = true; arrange(); }
   else if ((e = on("[data-go]"))) choose(Number(e.dataset.go));
   else if ((e = on("[data-line]"))) choose(Number(e.dataset.line), false);
+  else if ((e = on("#dels"))) { state.dels = !state.dels; show(state.stage, { at: state.chosen }); }
   else if ((e = on("#keys"))) $("#help").showModal();
   else if ((e = on("a[data-at]"))) { event.preventDefault(); goTo(e.dataset.at); }
 });
@@ -296,4 +302,5 @@ function sideways(by) {
 $("#help form button").addEventListener("click", () => $("#help").close());
 
 describe(-1);
-if (stages.length) show(data.phases[0]?.stage ?? 0);
+const highest = $(".peak")?.dataset.at; // the line that needs the most memory is the first question
+if (highest) goTo(highest); else if (stages.length) show(0);

@@ -21,6 +21,7 @@ from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.lines import Function, Line, Mark, Source, Table, Template, Type
 from shardtrace.inspector.step_data import Phase, Stage, StepData, count, duration, modules_by_name, size
 from shardtrace.inspector.summary import draw_modules, largest_saved, peak, totals, traffic
+from shardtrace.options.planned import palette
 
 from pygments.lexers.python import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, String, _TokenType
@@ -252,7 +253,7 @@ SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the na
 
 def render(record: StepData, proof: Proof | None = None) -> str:
     """The whole page."""
-    css, script = _resource("page.css"), "".join(map(_resource, SCRIPTS))
+    css, script = palette(":root") + _resource("page.css"), "".join(map(_resource, SCRIPTS))
     title = escape(f"{record.setup.model} · shardtrace")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     more = _panel("modules", draw_modules(record)) + _panel("numbers", draw_tables(record))
@@ -318,7 +319,7 @@ def _cards(record: StepData) -> str:
     where = f'<a href="#" data-at="{top.phase}:{top.line}">line {top.line} of {top.phase}</a>'
     cards = [
         (f"step, {record.times}", duration(step.seconds), beside, ""),
-        ("exposed communication", duration(step.exposed), step.share, "idle" if step.exposed else ""),
+        ("exposed communication", duration(step.exposed), step.share, "idle" if step.waits else ""),
         ("peak memory", size(top.bytes), where, ""),
         ("sent by each rank", size(step.sent), count(step.collectives, "collective"), ""),
     ]
@@ -364,6 +365,7 @@ def _passes(record: StepData) -> str:
         '<div class="toolbar"><h2 id="stage"></h2>'
         '<span class="modes" role="group">'
         '<button data-mode="code">code</button><button data-mode="diff">diff</button></span>'
+        '<button id="dels" title="show the lines that free values">del</button>'
         '<input id="search" type="search" placeholder="search" aria-label="search the lines" spellcheck="false">'
         '<output id="hits"></output></div>'
     )

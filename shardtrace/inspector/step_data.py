@@ -15,6 +15,7 @@ from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_off
 from passes.pipeline import REMARK
 from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cost_model, shard_shape
 from passes.plan.cost import describe
+from passes.plan.plan import STRATEGY_NAMES
 from passes.proof.prove import Proof
 from shardtrace.inspector.lines import Branch, Line, Name, Reader, Row, Table, assign_modules, diff, fold
 from shardtrace.inspector.timeline import LineTimes, Timeline, measured, predicted
@@ -290,7 +291,7 @@ def build_step_data(
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
     return StepData(
-        setup=_setup(plan, buckets, parameters) if plan is not None else Setup(model, cost),
+        setup=_setup(model if forms else plan.model, plan, buckets, parameters) if plan else Setup(model, cost),
         stages=stages,
         phases=phases,
         parameters=parameters,
@@ -415,21 +416,9 @@ def _bytes_of(bucket: Bucket | None) -> dict[str, int]:
     return {m.parameter.name: size for m, size in zip(bucket.members, bucket.member_bytes, strict=True)}
 
 
-STRATEGIES = {
-    "ddp": "DDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "hybrid_zero2": "hybrid ZeRO-2",
-    "hybrid_zero3": "hybrid ZeRO-3",
-    "zero3_secondary": "ZeRO-3 with second shards",
-    "owner": "ZeRO-3 by owners",
-}
-
-
-def _setup(plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
+def _setup(model: str, plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
     names = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
-    strategy = " and ".join(STRATEGIES.get(name, name) for name in names)
+    strategy = " and ".join(STRATEGY_NAMES.get(name, name) for name in names)
     group = plan.runtime.group(Axis.ALL)
     ranks, rank = (group.size(), group.rank()) if group is not None else (plan.world_size, plan.rank)
     kept = sum(p.shard_bytes for p in parameters if p.on_host)
@@ -443,7 +432,7 @@ def _setup(plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Par
         f"{size(kept)} of shards in host memory" if kept else "",
         _wires(buckets),
     ]
-    return Setup(plan.model, plan.cost, strategy, ranks, " · ".join(filter(None, parts)), kept)
+    return Setup(model, plan.cost, strategy, ranks, " · ".join(filter(None, parts)), kept)
 
 
 def _wires(buckets: Sequence[Bucket]) -> str:

@@ -78,6 +78,11 @@ class Totals(NamedTuple):
         """The exposed part of the step, in words; empty if the step takes no time."""
         return f"{100 * self.exposed / self.seconds:.0f} % of the step" if self.seconds else ""
 
+    @property
+    def waits(self) -> bool:
+        """Whether compute waits for communication so long that it matters: more than 5 % of the step."""
+        return self.exposed > 0.05 * self.seconds
+
 
 def totals(record: StepData) -> Totals:
     """The step in five numbers. Each rank sends, and receives, (N - 1) / N of each unsharded bucket, and twice that for

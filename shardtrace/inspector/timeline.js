@@ -16,7 +16,7 @@ function setZoom(to, at = 0.5) { // `at`: the point of the visible part that sta
   drawTicks();
 }
 function drawTicks() {
-  const least = end / zoom / 8, power = 10 ** Math.floor(Math.log10(least));
+  const least = end / zoom / Math.max(2, scroller.clientWidth / 90), power = 10 ** Math.floor(Math.log10(least));
   const tick = power * [1, 2, 5, 10].find((f) => f * power >= least);
   const from = zoom > 40 ? (end * scroller.scrollLeft) / track.clientWidth : 0; // far in: only the ticks nearby
   let ticks = "";
@@ -51,6 +51,8 @@ if (track) {
     title.parentNode.dataset.title = title.innerHTML;
     title.remove();
   }
+  drawTicks();
+  addEventListener("resize", drawTicks);
   track.addEventListener("pointermove", hint);
   track.addEventListener("pointerleave", () => { tip.innerHTML = ""; place(pointer, -1); });
   track.addEventListener("click", (event) => {

@@ -17,10 +17,12 @@ from shardtrace.options.policies import (
     CompilePolicy,
     ContextParallel,
     InitPolicy,
+    MemoryBudget,
     TensorParallel,
     WireRules,
     parse_context,
     parse_gather_dtype,
+    parse_memory,
     parse_precision,
     parse_reduce_wire,
     parse_tensor,
@@ -145,6 +147,7 @@ class Options:
     checks: Checks
     context: ContextParallel | None = None
     tensor: TensorParallel | None = None
+    memory: MemoryBudget | None = None
     nodes_of: int | None = None  # the ranks of a node, if the mesh of second shards is to be made of them
 
     def __repr__(self) -> str:
@@ -152,6 +155,7 @@ class Options:
         shown: dict[str, Any] = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
         shown |= {"context_parallel": self.context} if self.context is not None else {}
         shown |= {"tensor_parallel": self.tensor} if self.tensor is not None else {}
+        shown |= {"memory": self.memory.bytes} if self.memory is not None else {}
         for policy in (self.init, self.comm, self.compile, self.checks):
             shown |= {name: value for name, value in vars(policy).items() if name not in NOT_COMPARED}
         shown["reduce_wire"] = self.reduction.name if self.reduction is not None else None
@@ -171,6 +175,8 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         checks = replace(checks, prove=True)
     if given["context_parallel"] is not None and given["tensor_parallel"] is not None:
         raise ValueError("context_parallel and tensor_parallel cannot be combined yet: pass one of them")
+    if given.get("memory") is not None and given["tensor_parallel"] is not None:
+        raise ValueError("memory and tensor_parallel cannot be combined yet: pass one of them")
     precision, bucketing = parse_precision(given["mp_policy"]), given["bucketing_strategy"]
     wrap = bucketing if is_wrap(bucketing) else None
     return Options(
@@ -188,6 +194,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         checks=checks,
         context=parse_context(given["context_parallel"]),
         tensor=parse_tensor(given["tensor_parallel"]),
+        memory=parse_memory(given.get("memory")),
         nodes_of=ranks_after_forward(spelling.get("reshard_after_forward")),
     )
 

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from importlib import resources
@@ -30,10 +30,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
 class Shown(NamedTuple):
-    """The contents of a plan's page. ``cards``: figures by name, each with a remark; ``code``: how to use the plan."""
+    """The contents of a plan's page. ``answer``: the plan in a sentence; ``cards``: figures by name, each with a
+    remark; ``code``: how to use the plan."""
 
     title: str
-    setting: str
+    answer: str
     cards: Mapping[str, tuple[str, str]]
     memory: Mapping[str, int]
     budget: float
@@ -45,20 +46,32 @@ class Shown(NamedTuple):
 
 def embed(shown: Shown) -> str:
     """The plan as a part of a notebook."""
-    css = resources.files("shardtrace.options").joinpath("plan_page.css").read_text(encoding="utf-8")
+    css = palette(".shardtrace-plan") + _resource("plan_page.css")
     notes = "".join(f"<p>{escape(note)}</p>" for note in shown.notes)
+    fronts = "".join(draw_front(shown.rows, shown.chosen, shown.budget, size) for size in (WIDE, NARROW))
     return (
-        f'<style>{css}</style><div class="shardtrace-plan"><h2>{escape(shown.title)}</h2><p>{escape(shown.setting)}</p>'
-        f"{_cards(shown)}{notes}<h3>Options</h3><pre>{escape(shown.code)}</pre>"
+        f'<style>{css}</style><div class="shardtrace-plan"><h2>{escape(shown.title)}</h2>'
+        f'<p class="answer">{escape(shown.answer)}</p>{_cards(shown)}{notes}'
+        f"<h3>Options of fsdp</h3><pre>{escape(shown.code)}</pre>"
         f"<h3>Memory of a rank at the peak</h3>{_memory(shown)}"
-        f"<h3>Memory against time</h3>{draw_front(shown.rows, shown.chosen, shown.budget)}{_table(shown)}</div>"
+        f"<h3>Memory against time, numbered as in the table</h3>{fronts}{_table(shown)}</div>"
     )
+
+
+def palette(scope: str) -> str:
+    """The colours of all pages, as custom properties of what the selector ``scope`` finds."""
+    return _resource("palette.css").replace("SCOPE", scope)
+
+
+def _resource(name: str) -> str:
+    return resources.files("shardtrace.options").joinpath(name).read_text(encoding="utf-8")
 
 
 def render(shown: Shown) -> str:
     """The plan as a page of its own."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(shown.title)}'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</title></head><body>{embed(shown)}</body></html>\n'
+    style = f"<style>{palette(':root')}</style>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</title>{style}</head><body>{embed(shown)}</body></html>\n'
 
 
 def _cards(shown: Shown) -> str:
@@ -74,23 +87,27 @@ def _memory(shown: Shown) -> str:
     whole = max(shown.budget, sum(shown.memory.values()))
     kinds = sorted(shown.memory.items(), key=lambda item: -item[1])
     bar = "".join(
-        f'<span class="k{i % 8}" style="width:{100 * nbytes / whole:.2f}%" title="{escape(kind)} {gib(nbytes)}"></span>'
-        for i, (kind, nbytes) in enumerate(kinds)
+        f'<span style="width:{100 * nbytes / whole:.2f}%;{_colour(kind)}" title="{escape(kind)} {gib(nbytes)}"></span>'
+        for kind, nbytes in kinds
     )
     key = "".join(
-        f'<li><span class="k{i % 8}"></span>{escape(kind.replace("_", " "))} {gib(nbytes)}</li>'
-        for i, (kind, nbytes) in enumerate(kinds)
+        f'<li><span style="{_colour(kind)}"></span>{escape(kind.replace("_", " "))} {gib(nbytes)}</li>'
+        for kind, nbytes in kinds
     )
     return f'<div class="bar">{bar}</div><ul>{key}</ul>'
+
+
+def _colour(kind: str) -> str:
+    return f"background:var(--{escape(kind.replace('_', '-'))},var(--other))"
 
 
 def _table(shown: Shown) -> str:
     rows = "".join(
         f'<tr class="chosen">{cells}</tr>' if row is shown.chosen else f"<tr>{cells}</tr>"
-        for row in shown.rows
-        for cells in [_cells("td", row.cells)]
+        for number, row in enumerate(shown.rows, 1)
+        for cells in [_cells("td", (str(number), *row.cells))]
     )
-    return f"<table><tr>{_cells('th', (name for name, _ in COLUMNS))}</tr>{rows}</table>"
+    return f"<table><tr>{_cells('th', ('', *(name for name, _ in COLUMNS)))}</tr>{rows}</table>"
 
 
 def _cells(tag: str, texts: Iterable[str]) -> str:
@@ -168,20 +185,30 @@ def ms(seconds: float) -> str:
 
 # ---- the drawing ----
 
-WIDTH, HEIGHT = 960, 320  # of the SVG
-LEFT, RIGHT, TOP, BOTTOM = 76, 40, 22, 44  # margins
+
+class Size(NamedTuple):
+    """A drawing's class in CSS and its size in pixels, at which its text is read."""
+
+    css: str
+    width: int
+    height: int
+
+
+WIDE, NARROW = Size("wide", 1024, 360), Size("narrow", 400, 300)  # of a desk, of a phone
+LEFT, RIGHT, TOP, BOTTOM = 70, 24, 30, 44  # margins
 TICKS = 5
 FAR = 2  # times what the rows span
 
 
-def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
+def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float, size: Size = WIDE) -> str:
     """The rows as an SVG: memory to the right, seconds upwards, ``chosen`` filled, the budget as a vertical line, or as
-    an arrow if it is so far away that it would squeeze the rows."""
+    an arrow if it is so far away that it would squeeze the rows. Points have their numbers, and what they do where
+    there is room."""
     memories: list[float] = [row.memory for row in rows] or [0.0, budget]
     far = budget - max(memories) > FAR * (max(memories) - min(memories)) > 0
-    x = _Axis([*memories, *([] if far else [budget])], LEFT, WIDTH - RIGHT, {"GiB": 2**30, "MiB": 2**20})
-    y = _Axis([row.seconds for row in rows], HEIGHT - BOTTOM, TOP, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    bottom, right = size.height - BOTTOM, size.width - RIGHT
+    x = _Axis([*memories, *([] if far else [budget])], LEFT, right, {"GiB": 2**30, "MiB": 2**20})
+    y = _Axis([row.seconds for row in rows], bottom, TOP, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
     shapes = [
         *(
             f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
@@ -189,8 +216,11 @@ def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
             for v in y.ticks
         ),
         *(f'<text x="{x(v):.1f}" y="{bottom + 18}" text-anchor="middle">{x.label(v)}</text>' for v in x.ticks),
-        f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">memory of a rank</text>',
-        f'<text x="{right}" y="{TOP - 8}" text-anchor="end">budget {gib(budget)} →</text>' if far else _line(x(budget)),
+        f'<text x="{(LEFT + right) / 2}" y="{size.height - 6}" text-anchor="middle">memory of a rank</text>',
+        f'<text x="{LEFT - 8}" y="{TOP - 12}" text-anchor="end">step</text>',
+        f'<text x="{right}" y="{TOP - 12}" text-anchor="end">budget {gib(budget)} →</text>'
+        if far
+        else _line(x(budget), bottom),
     ]
     corners = [(x(row.memory), y(row.seconds)) for row in rows]
     path = "".join(f"H{a:.1f}V{b:.1f}" for a, b in corners[1:])  # a step takes as long until the next one fits
@@ -199,12 +229,48 @@ def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
         css = "chosen" if row is chosen else "fits" if row.memory <= budget else "beyond"
         title = escape(f"{gib(row.memory)}, {ms(row.seconds)}: {row.words}")
         shapes.append(f'<circle class="{css}" cx="{a:.1f}" cy="{b:.1f}" r="5"><title>{title}</title></circle>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory against time">{"".join(shapes)}</svg>'
+    shapes += _names(rows, chosen, corners, (LEFT, TOP, right, bottom))
+    about = f'class="{size.css}" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="memory against time"'
+    return f"<svg {about}>{''.join(shapes)}</svg>"
 
 
-def _line(at: float) -> str:
-    line = f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    return f'{line}<text x="{at:.1f}" y="{TOP - 8}" text-anchor="middle">budget</text>'
+def _line(at: float, bottom: int) -> str:
+    line = f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>'
+    return f'{line}<text x="{at:.1f}" y="{TOP - 12}" text-anchor="middle">budget</text>'
+
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def _names(rows: Sequence[Row], chosen: Row | None, corners: Sequence[tuple[float, float]], plot: Box) -> Iterator[str]:
+    """The names of points: their numbers, then words as well where there is room. The chosen one is first to choose."""
+    points = [(a - 7, b - 7, a + 7, b + 7) for a, b in corners]
+    found: dict[int, tuple[Box, str]] = {}
+    for words in (False, True):
+        for k in sorted(range(len(rows)), key=lambda k: (rows[k] is not chosen, k)):
+            text = f"{k + 1}  {rows[k].words}" if words else str(k + 1)
+            taken = [*points, *(box for j, (box, _) in found.items() if j != k)]
+            free = (box for box in _beside(*corners[k], text) if _is_free(box, taken, plot))
+            if (box := next(free, None)) is not None:
+                found[k] = box, text
+    for k, ((left, _, _, bottom), text) in found.items():
+        css = "name chosen" if rows[k] is chosen else "name"
+        yield f'<text class="{css}" x="{left:.1f}" y="{bottom - 4:.1f}">{escape(text)}</text>'
+
+
+def _beside(a: float, b: float, text: str) -> Iterator[Box]:
+    """Places for a text at a point: above to the right, which the front leaves free, then above, below, higher."""
+    width, height = 6.6 * len(text), 15
+    beside, around, before = a + 8, a - width / 2, a - width - 4
+    places = ((beside, -18), (around, -24), (before, 4), (around, 9), (before, -26), (before, -42), (before, -58))
+    for left, above in places:
+        yield left, b + above, left + width, b + above + height
+
+
+def _is_free(box: Box, taken: Sequence[Box], plot: Box) -> bool:
+    left, top, right, bottom = box
+    inside = plot[0] <= left and plot[1] - 12 <= top and right <= plot[2] and bottom <= plot[3]
+    return inside and all(right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in taken)
 
 
 class _Axis:
@@ -414,6 +480,12 @@ class TrainingPlan:
         return path
 
     @property
+    def _answer(self) -> str:
+        what = f"{self.chosen.words}: " if self.chosen is not None else ""
+        fits = "of" if self.peak <= self.budget else "and does not fit into"
+        return f"{what}a step takes {ms(self.seconds)} and needs {gib(self.peak)} {fits} {self.budget_shown}."
+
+    @property
     def _shown(self) -> Shown:
         cards = {
             "step": (ms(self.seconds), self._speed),
@@ -423,8 +495,8 @@ class TrainingPlan:
         }
         runner_up = self._next
         return Shown(
-            title=f"{self.model}: a plan",
-            setting=self._ranks,
+            title=f"{self.model} on {self._ranks}",
+            answer=self._answer,
             cards=cards,
             memory=self.memory,
             budget=self.budget,

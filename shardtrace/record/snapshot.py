@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
-from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from shardtrace.record.watcher import CodeWatcher, Outside, is_library
@@ -124,13 +124,19 @@ class State:
             modules, dataclasses and namespaces always count.
         excluded: entries that do not count.
         replaced: likewise, but no other entries may be added or removed.
+        closures: functions of this code have free variables that count. Without ``names`` those of all functions do.
     """
 
     def __init__(
-        self, names: Container[str] | None = None, excluded: Collection[Entry] = (), replaced: Collection[Entry] = ()
+        self,
+        names: Container[str] | None = None,
+        excluded: Collection[Entry] = (),
+        replaced: Collection[Entry] = (),
+        closures: Container[CodeType] = (),
     ) -> None:
         self.holders: list[Holder] = []
         self._names = names
+        self._closures = closures
         self._excluded = {(id(owner), key) for owner, key in excluded}
         self._incomplete = {owner for owner, _ in self._excluded}
         self._excluded |= {(id(owner), key) for owner, key in replaced}
@@ -206,8 +212,8 @@ class State:
                     self.add_value(value, f"{label}.{key}", depth)
 
     def _add_function(self, value: Any, label: str, depth: int) -> None:
-        """Adds the attributes and defaults of a function, and what a method and a partial are bound to. Without
-        ``names`` also its free variables: a watcher knows those that count."""
+        """Adds the attributes and defaults of a function, its free variables if they count, and what a method and a
+        partial are bound to."""
         if isinstance(value, partial):
             for part in (value.func, value.args, value.keywords):
                 self.add_value(part, label, depth)
@@ -221,7 +227,7 @@ class State:
                 if entries:
                     self.add(Holder(owner, label, entries, counted=False), depth)
             variables = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            for name, cell in variables if self._names is None else ():
+            for name, cell in variables if self._names is None or value.__code__ in self._closures else ():
                 label = f"variable {name} of {value.__qualname__}"
                 self.add(Holder(cell, label, cell_contents(cell), "cell", counted=False), depth - 1)
 
@@ -323,7 +329,8 @@ class Snapshot:
     ) -> None:
         names = watcher.names() if watcher is not None else None
         outside = watcher.outside() if watcher is not None else []
-        new_state = partial(State, names, list(excluded), list(replaced))
+        closures = set(watcher.stateful().values()) if watcher is not None else set()
+        new_state = partial(State, names, list(excluded), list(replaced), closures)
         self.take = partial(_take, root, label, outside, list(objects), new_state)
         self._prepare(self.take())
 
@@ -474,9 +481,11 @@ def _take(
         state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
     cached = {"_cache_enabled": parametrize._cache_enabled}
     state.add(Holder(vars(parametrize), "torch.nn.utils.parametrize", cached, counted=False))
+    reached = {id(holder.owner) for holder in state.holders}
     for owner, name, keys in outside:
         if isinstance(owner, CellType):
-            state.add(Holder(owner, name, cell_contents(owner), "cell", counted=False))
+            if id(owner) not in reached:
+                state.add(Holder(owner, name, cell_contents(owner), "cell", counted=False))
         else:
             found = {k: owner[k] for k in keys if k in owner}
             state.add(Holder(owner, name, found, counted=False))

@@ -199,7 +199,7 @@ class CodeWatcher:
             empty = Outside(variables, f"global {variables.get('__name__')}", [])
             read.setdefault(id(variables), empty).keys.extend(_globals(code))
         cells = [
-            Outside(cell, f"variable {name} of {function.__module__}.{function.__qualname__}", ["cell_contents"])
+            Outside(cell, f"variable {name} of {function.__qualname__}", ["cell_contents"])
             for function in self._functions()
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         ]
@@ -216,11 +216,15 @@ class CodeWatcher:
 
         return check
 
-    def _functions(self) -> list[FunctionType]:
-        """The functions of code that ran whose free variables hold state. Functions that the forward itself made are
-        left out: their variables follow from the code that made them."""
+    def stateful(self) -> dict[tuple[int, ...], CodeType]:
+        """Those of ``closures`` that the forward did not make itself: the variables of these follow from its code."""
         local = {inner for code in self.globals_of for inner in code.co_consts if isinstance(inner, CodeType)}
-        wanted = {key: code for key, code in self.closures.items() if code not in local}
+        return {key: code for key, code in self.closures.items() if code not in local}
+
+    def _functions(self) -> list[FunctionType]:
+        """The functions of code that ran whose free variables hold state. A twin of one, with the same code and values,
+        may be left out if an object holds it: a :class:`State` finds it there."""
+        wanted = self.stateful()
         known, found = self._found
         if known == wanted.keys():
             return found

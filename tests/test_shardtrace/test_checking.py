@@ -1,13 +1,20 @@
 """``check`` holds a compiled step against eager PyTorch and names what differs."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import shardtrace
+from shardtrace import cli
 from shardtrace.checking import _judged
 from shardtrace.cli import main
 
 import pytest
 import torch
+from ranks import Fork
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -144,7 +151,17 @@ def test_command(tmp_path, capsys, wrong, script):
     assert ("DIFFERENT" in capsys.readouterr().out) == wrong
 
 
-def test_command_on_two_ranks(tmp_path, capfd):
+def fork(command, env, stdout, stderr):
+    """A rank of the command line as a fork, which has imported Thunder already."""
+    assert command[:3] == [sys.executable, "-m", "shardtrace"]
+    streams = f"/proc/{os.getpid()}/fd"
+    out = os.devnull if stdout is subprocess.DEVNULL else f"{streams}/1"
+    script = Path(shardtrace.__file__).with_name("__main__.py")
+    return Fork(script, command[3:], env, (out, f"{streams}/{stderr.fileno()}"))
+
+
+def test_command_on_two_ranks(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(cli, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))
     (tmp_path / "model.py").write_text(FACTORY.replace("WRONG", "False") + FUNCTION)
     command = ["check", f"{tmp_path}/model.py:build", "--world-size", "2"]
     assert main(command) == 0

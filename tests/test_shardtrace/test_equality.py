@@ -15,39 +15,29 @@ from sharded_training import mean_over_ranks, train_zoo
 PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "blocks.*": "zero3", "*": "zero2"}
 
 
-LATE = [("zero2", "layer"), ("zero3", 0.0005), ("zero1", "block"), ("ddp", "none"), ("owner", "model")]
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("strategy", "bucketing", "optimizer"),
+    ("strategy", "bucketing", "optimizer", "late"),
     [
-        ("zero2", "none", "adamw"),
-        ("zero2", "layer", "adamw"),
-        ("zero2", 0.0005, "adamw"),
-        ("zero3", "layer", "sgd"),  # sgd shows gradients that are wrong by a factor
-        ("zero3", "block", "adamw"),
-        ("zero3", 0.0005, "adamw"),
-        ("ddp", "none", "adamw"),
-        ("zero1", "block", "adamw"),
-        ("zero3", "model", "adamw"),
-        ("owner", "none", "adamw"),
-        ("owner", "model", "adamw"),
+        ("zero2", "layer", "adamw", True),
+        ("zero2", 0.0005, "adamw", False),
+        ("zero3", "layer", "sgd", False),  # sgd shows gradients that are wrong by a factor
+        ("zero3", 0.0005, "adamw", True),
+        ("ddp", "none", "adamw", True),
+        ("owner", "none", "adamw", False),
+        ("owner", "model", "adamw", True),
     ],
 )
-def test_two_ranks(strategy, bucketing, optimizer):
-    """Half of the rows run over a backend that behaves like nccl, the others by messages of gloo."""
-    late = (strategy, bucketing) in LATE
-    train_zoo(strategy, bucketing, optimizer, late=late)
+def test_two_ranks(strategy, bucketing, optimizer, late):
+    """Some run over a backend that behaves like nccl, the others by messages of gloo. The other buckets make no other
+    lines: tests/test_passes proves them."""
+    train_zoo(strategy, bucketing, optimizer, late=late, evaluate=late or strategy == "zero3")
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(
-    ("strategy", "bucketing"),
-    [("zero2", "block"), ("zero3", "none"), ("zero3", "block"), ("owner", "block")],
-)
-def test_three_ranks(strategy, bucketing):
-    train_zoo(strategy, bucketing)
+@pytest.mark.parametrize("strategy", ["zero3", "owner"])
+def test_three_ranks(strategy):
+    train_zoo(strategy)
 
 
 @on_ranks(3)
@@ -67,11 +57,11 @@ def test_four_ranks():
     [("hybrid_zero2", None), ({"embed*": "ddp", "*": "hybrid_zero3"}, None), ("hybrid_zero3", "bf16")],
 )
 def test_hybrid(strategy, precision):
-    train_zoo(strategy, mesh=(2, 2), precision=precision, late=precision is not None)
+    train_zoo(strategy, mesh=(2, 2), precision=precision, late=precision is not None, evaluate=precision is None)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "owner"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "owner"])
 def test_bf16(strategy):
     train_zoo(strategy, precision="bf16")
 

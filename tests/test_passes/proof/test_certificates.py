@@ -1,5 +1,7 @@
 """Collectives that do something else than their laws say are found without another rank."""
 
+import functools
+
 import shardtrace  # isort: split
 
 from dataclasses import replace
@@ -43,8 +45,12 @@ def proof_of(**options):
         return shardtrace.prove(jitted)
 
 
-def proof_of_sequence(attention):
-    with fake_ranks(4):
+@pytest.fixture(scope="module")
+def proof_of_sequence():
+    """A proof of a step that is compiled once for each kind of attention: its collectives are run at each proof."""
+
+    @functools.cache
+    def compiled(attention):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "inner"))
         if attention == "tensor":
             options = {"tensor_parallel": "inner"}
@@ -54,7 +60,10 @@ def proof_of_sequence(attention):
         jitted = thunder.jit(model)
         x = torch.randint(1, VOCAB, (2, 13))
         jitted(input_ids=x, labels=x)
-        return shardtrace.prove(jitted)
+        return jitted
+
+    with fake_ranks(4):
+        yield lambda attention: shardtrace.prove(compiled(attention))
 
 
 def changed(owner, name, wrong):
@@ -117,8 +126,10 @@ def turned(future):
 
 
 @pytest.mark.parametrize("what", MIXED)
-def test_a_collective_of_sequences_that_breaks_its_law_is_found(what, monkeypatch):
+def test_a_collective_of_sequences_that_breaks_its_law_is_found(proof_of_sequence, what, monkeypatch):
     attention, patch = MIXED[what]
+    assert proof_of_sequence(attention).verdict == "proven"
+    certificates._found_of_sequence.cache_clear()
     monkeypatch.setattr(*patch)
     assert "does not do what its law says: rank" in str(proof_of_sequence(attention))
 
@@ -138,8 +149,10 @@ NO_ADJOINTS = {
 
 
 @pytest.mark.parametrize("what", NO_ADJOINTS)
-def test_a_gradient_that_is_no_adjoint_is_found(what, monkeypatch):
+def test_a_gradient_that_is_no_adjoint_is_found(proof_of_sequence, what, monkeypatch):
     attention, symbol, forward, backward = NO_ADJOINTS[what]
+    assert proof_of_sequence(attention).verdict == "proven"
+    certificates._found_of_gradient.cache_clear()
     monkeypatch.setitem(transforms._grad_fn_map, symbol.id, None)
     sequence._with_gradient(symbol, forward, backward)
     text = f"{symbol.name}, or its gradient, is not what its law says: <A x, y>"
@@ -161,7 +174,9 @@ def cuts_of(parameter, rank, seat):
 
 
 @pytest.mark.parametrize("what", PARTS)
-def test_a_gather_of_parts_that_breaks_its_law_is_found(what, monkeypatch):
+def test_a_gather_of_parts_that_breaks_its_law_is_found(proof_of_sequence, what, monkeypatch):
+    assert proof_of_sequence("tensor").verdict == "proven"
+    certificates._found.cache_clear()
     for cached in (cuts._positions, cuts._held):
         cached.cache_clear()
     monkeypatch.setattr(*PARTS[what])
@@ -170,7 +185,9 @@ def test_a_gather_of_parts_that_breaks_its_law_is_found(what, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["gather", "tensor"])
-def test_a_cut_of_another_part_is_found(attention, monkeypatch):
+def test_a_cut_of_another_part_is_found(proof_of_sequence, attention, monkeypatch):
+    assert proof_of_sequence(attention).verdict == "proven"
+    certificates._found_of_gradient.cache_clear()
     right = sequence.Part.ranges
 
     def of_next_rank(part):
@@ -179,8 +196,3 @@ def test_a_cut_of_another_part_is_found(attention, monkeypatch):
 
     monkeypatch.setattr(sequence.Part, "ranges", of_next_rank)
     assert "cuts another part" in str(proof_of_sequence(attention))
-
-
-@pytest.mark.parametrize("attention", ["gather", "ulysses", "tensor"])
-def test_collectives_of_sequences_keep_their_laws(attention):
-    assert proof_of_sequence(attention).verdict == "proven"

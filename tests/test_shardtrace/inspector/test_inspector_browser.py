@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,12 @@ def visit(browser):
 
 
 @pytest.fixture
-def page(visit, file):
-    return visit(file)
+def page(visit, file, zoo):
+    """The page at the last pass of forward, with all lines of it."""
+    page = visit(file)
+    page.click(f'[data-stage="{max(k for k, stage in enumerate(zoo.stages) if stage.phase == "forward")}"]')
+    page.click("#dels")
+    return page
 
 
 def numbers(page, css):
@@ -74,6 +79,41 @@ def test_screenshot(visit, file, tmp_path, scheme):
     assert len(picture) > 20_000
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 3 * 128) == (scheme == "dark")
+
+
+def test_the_peak_is_chosen_at_first(visit, file, zoo):
+    page = visit(file)
+    at = zoo.record.phases[1].peak.line
+    assert f"line {at} of backward" in page.inner_text(".cards")
+    assert numbers(page, "chosen") == {at}
+    assert page.is_visible(".line.chosen")
+    assert page.is_visible(".cursor.fixed")
+
+
+def test_lines_that_free_are_folded(visit, file, zoo):
+    page = visit(file)
+    page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
+    page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
+    frees = {i for i, line in enumerate(zoo.record.phases[1].lines) if line.code.startswith("del ")}
+    assert frees
+    assert not frees & numbers(page, "line:not(.part)[data-line]")
+    page.click("#dels")
+    assert frees <= numbers(page, "line:not(.part)[data-line]")
+    page.click("#dels")
+    page.fill("#search", zoo.record.phases[1].lines[min(frees)].code)  # is shown if it is looked for
+    page.keyboard.press("Enter")
+    assert min(frees) in numbers(page, "chosen")
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1400, 4), (800, 2), (420, 2)])
+def test_no_page_is_wider_than_its_screen(visit, file, width, columns):
+    page = visit(file)
+    page.set_viewport_size({"width": width, "height": 1000})
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert len({page.locator(".card").nth(k).bounding_box()["x"] for k in range(4)}) == columns
+    assert page.locator("#view").bounding_box()["height"] < 1000
+    ticks = [page.locator(".axis span").nth(k).bounding_box() for k in range(page.locator(".axis span").count())]
+    assert all(a["x"] + a["width"] <= b["x"] + 1 for a, b in pairwise(ticks))
 
 
 def test_passes_by_click_and_by_key(page, zoo):
@@ -214,6 +254,7 @@ def test_without_script(visit, file):
 def test_hostile_names(visit, hostile, tmp_path):  # noqa: F811
     page = visit(hostile.to_html(tmp_path / "hostile.html"))
     assert page.title().startswith("</script>")
+    page.click('.stage:visible:has-text("Delete Last Used") >> nth=0')
     page.click('.line:has-text("tanh(")')
     assert "<script>" in page.inner_text("#details")
     assert page.locator("script").count() == 2

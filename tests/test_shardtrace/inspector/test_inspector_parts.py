@@ -4,10 +4,11 @@ import re
 
 import shardtrace
 from passes.plan import CostModel, Device, Link
-from shardtrace.inspector.drawing import round_size, round_step
+from shardtrace.inspector.drawing import round_size, round_step, shortened
 from shardtrace.inspector.lines import Mark, Template, diff, fold
 from shardtrace.inspector.page import highlight
 from shardtrace.inspector.step_data import count, duration, size
+from shardtrace.inspector.summary import Totals
 
 import pytest
 import thunder
@@ -184,3 +185,23 @@ def test_ticks_are_round(least):
     assert least <= step < 2.51 * least
     assert f"{step:.0e}"[0] in "125"
     assert 1 <= round_size(least * 1000) / (least * 1000) < 2 or least * 1000 < 1
+
+
+def test_names_are_cut_as_far_as_they_differ():
+    names = ["model.layers.5", "model.layers.6", "model.norm", "lm_head", "encoder.h.0", "decoder.h.0", "0", ""]
+    assert shortened(names) == {
+        "model.layers.5": "layers.5",
+        "model.layers.6": "layers.6",
+        "model.norm": "norm",
+        "lm_head": "lm_head",
+        "encoder.h.0": "encoder.h.0",
+        "decoder.h.0": "decoder.h.0",
+        "0": "0",
+        "": "",
+    }
+
+
+def test_waiting_matters_above_five_percent():
+    assert not Totals(seconds=1.0, exposed=0.05, peak=0, sent=0, collectives=1).waits
+    assert Totals(seconds=1.0, exposed=0.06, peak=0, sent=0, collectives=1).waits
+    assert not Totals(0.0, 0.0, 0, 0, 0).waits

@@ -2,7 +2,7 @@
 
 import re
 
-from shardtrace.options.planned import Row, _Axis, draw_front
+from shardtrace.options.planned import NARROW, WIDE, Row, _Axis, draw_front
 
 import pytest
 
@@ -29,6 +29,26 @@ def test_rows_are_where_they_belong():
     budget = float(re.search(r'class="budget" x1="([\d.]+)"', svg)[1])
     assert (budget - x1) / (x1 - x0) == pytest.approx(0.4, rel=0.02)
     assert "&lt;ddp&gt;" in svg
+
+
+def names(svg):
+    """The names of points, with the boxes that they need."""
+    found = re.findall(r'<text class="name[^"]*" x="([\d.]+)" y="([\d.]+)">([^<]*)<', svg)
+    return {text: (float(x), float(y) - 11, float(x) + 6.6 * len(text), float(y) + 4) for x, y, text in found}
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+def test_points_are_named_and_no_name_hides_another(size):
+    rows = [Row(GIB * (10 + k), 2.0 / (k + 1), 0.0, "zero3", 0, f"full {12 - k}", 1, {}) for k in range(12)]
+    svg = draw_front(rows, rows[-1], 24 * GIB, size)
+    found = names(svg)
+    assert {int(text.split()[0]) for text in found} == set(range(1, 13))
+    assert any("recomputing" in text for text in found) or size is NARROW
+    boxes = [*found.values(), *((x - 5, y - 5, x + 5, y + 5) for _, x, y in circles(svg))]
+    for k, (left, top, right, bottom) in enumerate(boxes):
+        assert 0 <= left < right <= size.width
+        for a, b, c, d in boxes[:k]:
+            assert right <= a + 0.2 or c <= left + 0.2 or bottom <= b + 0.2 or d <= top + 0.2
 
 
 @pytest.mark.parametrize("values", [[3.0, 3.0], [0.0, 7.3 * GIB], [1e-9, 2e-9], [0.0]])

@@ -16,7 +16,7 @@ PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "*": "zero3"}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp", PARTS])
+@pytest.mark.parametrize("strategy", ["zero2", PARTS])
 def test_micro_batches_equal_one_batch(strategy):
     accumulate(strategy)
 
@@ -36,10 +36,9 @@ def test_hybrid():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", ["hybrid_zero3", {"embed*": "ddp", "*": "hybrid_zero2"}])
-def test_reduced_over_replicas_in_the_last_step(strategy):
+def test_reduced_over_replicas_in_the_last_step():
     """Microbatches leave sums of shards, and send nothing to other replicas."""
-    model = sharded_zoo(strategy, mesh=(2, 2))
+    model = sharded_zoo({"embed*": "ddp", "*": "hybrid_zero3"}, mesh=(2, 2))
     for step in range(2):
         model.zero_grad()
         for i, batch in enumerate(batches := micro_batches(step, 3)):
@@ -222,10 +221,9 @@ def test_all_forwards_before_the_backwards():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero3", PARTS])
-def test_the_switch_is_read_in_backward(strategy):
+def test_the_switch_is_read_in_backward():
     """As with FSDP2: scripts set it between forward and backward, and leave it so for the next forward."""
-    model = sharded_zoo(strategy, activation_checkpointing=True)
+    model = sharded_zoo(PARTS, activation_checkpointing=True)
 
     def between(loss, last):
         model.set_requires_gradient_sync(last)
