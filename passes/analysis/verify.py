@@ -388,7 +388,7 @@ def _verify_traffic(trace: TraceCtx) -> None:
         if len(bsym.args[0]) != len(bucket.members):
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):
-            expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
+            expected = m.parameter.shard_shape if gathers else m.parameter.used_shape
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see layout.summed_to
             rest = bucket.rest_dtype
             dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)
