@@ -18,18 +18,19 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context as Variables
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import getdoc
+from itertools import chain, takewhile
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
-from passes.blocks import Inner, outline, share_fusions
+from passes.blocks import Inner, copy_of, outline, share_fusions
 from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import OldObjects, compile_data_and_stats
@@ -40,14 +41,28 @@ from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.borders import Border
 from passes.proof.prove import Proof, Record, has_backward, prove_step
-from passes.save import Kept, Swapped, checkpoint_activations, keep_random, keep_secondary, regather, save_shards
+from passes.save import (
+    Contract,
+    Kept,
+    Swapped,
+    checkpoint_activations,
+    fit_memory,
+    keep_random,
+    keep_secondary,
+    mark_blocks,
+    regather,
+    save_shards,
+    verify_memory,
+)
 from passes.schedule import schedule, wait_copies
 from passes.shard_parameters import insert_synchronize, shard_parameters
 from passes.split_sequence import Context, overlap_sequence, split_sequence
 
 import torch
-from thunder.core.trace import TraceCtx, TraceProvenance
-from thunder.core.transform_common import Transform
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.transform_common import Transform, dce
+from thunder.executors.passes import del_last_used, transform_for_execution
+from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
 
 # ---- what passes know besides the trace ----
 
@@ -73,6 +88,7 @@ class Facts:
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
     context: Context | None = None  # the sequence that ranks hold in parts
     chunks: Chunks = None  # of a loss
+    contract: Contract | None = None  # the limit of its memory
     proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven
     record: Record | None = None  # the computation before the first and after the last pass before autodiff
     border: Border | None = None  # the prologue and the epilogue, likewise
@@ -94,6 +110,7 @@ class Compilation:
         self.facts = Facts()
         self.finished: list[Facts] = []  # of the compiled steps that are kept
         self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
+        self.rehearse: Rehearsal | None = None
         self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
         self.live: set[tuple[int, str]] = set()  # for tracing itself: the tensors that it reads from modules
         self._coming, self._tracing = Facts(), None
@@ -122,6 +139,41 @@ class Compilation:
             return run(trace, **given, **{name: getattr(self.facts, name) for name in facts})
 
         return bound
+
+
+class Rehearsal:
+    """Compiles a computation with other facts, as far as to where its collectives are placed. Nothing of it is kept or
+    sent, except for the functions of blocks, which later compilations of the same computation share.
+
+    Args:
+        before: the passes before autodiff over the computation.
+        after: those after lowering.
+        inner: what blocks go through.
+    """
+
+    def __init__(
+        self, before: Sequence[Callable[..., TraceCtx]], after: Sequence[Callable[..., TraceCtx]], inner: Inner
+    ):
+        self.before, self.after, self.inner = before, after, inner
+
+    def __call__(self, computation: TraceCtx, facts: Facts, recomputed: Mapping[str, str]) -> list[TraceCtx]:
+        """The forward and the backward, if there is one. ``recomputed``: as for :func:`mark_blocks`."""
+        mine = Compilation()
+        mine.facts = replace(facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], record=None)
+        trace = from_trace(computation)
+        trace.bound_symbols = [copy_of(b) for b in computation.bound_symbols]
+        trace = mark_blocks(trace, recomputed)
+        for run in self.before:
+            trace = mine.bind(run, inner=self.inner)(trace)
+        data, trace = compile_data_and_stats()[0], dce(trace)
+        trains = not data.disable_torch_autograd_support and any(getattr(a, "requires_grad", False) for a in trace.args)
+        trace = transform_for_execution(grad_transform_on_trace(trace) if trains else trace, data.executors_list)
+        forward, backward = split_into_forward_and_backward(trace) if trains else (trace, None)
+        traces = [del_last_used(forward)]
+        traces += [del_last_used(backward, clear_mutable_collections=True)] if backward is not None else []
+        for run in self.after:
+            traces = [mine.bind(run)(trace) for trace in traces]
+        return traces
 
 
 # ---- the runner ----
@@ -392,7 +444,9 @@ def yours(trace: TraceCtx) -> TraceCtx:
 
 # fmt: off
 BEFORE_AUTODIFF = (
-    Entry("split_sequence", split_sequence, "first: it needs the computation as it was recorded",
+    Entry("fit_memory", fit_memory, "first: it tries the others on the computation as it was recorded",
+          "the step would need more memory than it was given"),
+    Entry("split_sequence", split_sequence, "before all that change the computation as it was recorded",
           "ranks would compute on whole sequences", begins=True),
     Entry("chunk_loss", chunk_loss, "after split_sequence, which knows the model's own loss; before lines are inserted",
           begins=True),
@@ -440,6 +494,7 @@ AFTER_LOWERING = (
     Entry("drop_unused", drop_unused, "after the waits for gradients and for copies to the host, which it reads",
           "optimizers would move parameters that were not used"),
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
+    Entry("verify_memory", verify_memory, "after all passes that change what is alive at a line"),
     Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
     Entry("prove_step", prove_step, "last, after Thunder's own Transforms: it proves what runs",
           "it ends the compilation; fsdp(checks=Checks(prove=False)) proves nothing"),
@@ -487,6 +542,7 @@ def pipeline(
 
     early, before = _cut(BEFORE_AUTODIFF, left_out)
     late, after = _cut(AFTER_LOWERING, left_out)
+    compilation.rehearse = _rehearsal((early, users, before), (late, users, after), inner)
     first, rest = [*map(before_autodiff, early)], [*map(after_lowering, late)]
     last: list[Pass] = [*map(before_autodiff, before), *map(after_lowering, after)]
     for one in (*first, *rest, *last):
@@ -497,6 +553,14 @@ def pipeline(
     every = [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last[:-1], *others, last[-1]]
     compilation.again = every[every.index(next(one for one in rest if one.name == "accumulate")) :]
     return every
+
+
+def _rehearsal(before: Sequence[Iterable[Any]], after: Sequence[Iterable[Any]], inner: Inner) -> Rehearsal:
+    """Of entries, users' passes and more entries: those that a rehearsal goes through."""
+    first = [e for e in chain(*before) if getattr(e, "over", "computation") == "computation"]
+    last = takewhile(lambda e: e.name not in ("schedule", "wait_copies"), chain(*after))
+    runs = [e.run for e in first if not isinstance(e, PassAfterLowering) and e.name != "fit_memory"]
+    return Rehearsal(runs, [e.run for e in last if not isinstance(e, PassBeforeAutodiff)], inner)
 
 
 def _cut(entries: Iterable[Entry], left_out: Collection[str]) -> tuple[list[Entry], list[Entry]]:

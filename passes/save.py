@@ -1,5 +1,8 @@
 """Passes that decide what forward saves for backward, and what backward computes again.
 
+``fit_memory``: what a step recomputes, how it computes a loss and which parameters stay gathered is chosen so that it
+fits into the memory that ``fsdp`` was given. The choice is made by the planner, for the trace that was recorded.
+
 ``checkpoint_activations``: the activations of chosen blocks are recomputed in backward instead of being saved.
 
 Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. This pass tags
@@ -46,9 +49,11 @@ The last two see forward first, and tell the backward that follows what was save
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
+from passes.analysis.calls import Block, block_of, called_module, unique_name
 from passes.analysis.flops import cheap_lines
 from passes.analysis.recognise import (
     applies_parameters,
@@ -67,6 +72,7 @@ from passes.analysis.recognise import (
     is_unpack,
     is_wait,
     may_be_taken_apart,
+    module_of,
     names,
     nbytes,
     updated_in_place,
@@ -99,6 +105,77 @@ def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
         inner = {tag for tag in bsym.tags if isinstance(tag, Call)}
         bsym.tags -= inner
         bsym.tags.add(call)
+
+
+class Contract(Protocol):
+    """A limit of a step's memory, and who keeps to it."""
+
+    def choose(self, computation: TraceCtx) -> Mapping[str, str]:
+        """What blocks are to recompute, by their names: "full" or "cheap". Sets the facts of other choices. Raises if
+        nothing fits."""
+
+    def check(self, trace: TraceCtx) -> None:
+        """Raises if the step of this forward or backward, which will run, does not fit."""
+
+
+def fit_memory(computation: TraceCtx, *, contract: Contract | None) -> TraceCtx:
+    """Chooses what a step recomputes, so that it fits into the memory that ``fsdp`` was given.
+
+    Takes: a computation as it was recorded.
+    Gives: marks on the blocks that are to be recomputed. Other choices are facts of the compilation.
+    No-op when: no memory was given, or nothing needs to be recomputed.
+    """
+    return computation if contract is None else mark_blocks(computation, contract.choose(computation))
+
+
+def verify_memory(trace: TraceCtx, *, contract: Contract | None) -> TraceCtx:
+    """Refuses a step that would not fit into the memory that ``fsdp`` was given.
+
+    Takes: the final forward, then the final backward.
+    Gives: the same trace.
+    No-op when: no memory was given, or the step fits.
+    """
+    if contract is not None:
+        contract.check(trace)
+    return trace
+
+
+def mark_blocks(computation: TraceCtx, recomputed: Mapping[str, str]) -> TraceCtx:
+    """Marks the lines of blocks that are to be recomputed: all of them ("full"), or the "cheap" ones. Those of a
+    function are marked in a copy of it, which other choices for the same computation share."""
+    if not recomputed:
+        return computation
+    new = from_trace(computation)
+    for name, group in groupby(computation.bound_symbols, lambda b: block_around(b, recomputed)):
+        if name is None:
+            new.bound_symbols += group
+            continue
+        lines = [_recomputing(b, recomputed[name], new) for b in group]
+        mark_block([b for b in lines if block_of(b) is None], cheap=recomputed[name] == "cheap")
+        new.bound_symbols += lines
+    return new
+
+
+def block_around(bsym: BoundSymbol, blocks: Collection[str]) -> str | None:
+    """The name of the block that a line calls or belongs to; None if it is none of these."""
+    name = called_module(bsym) or module_of(bsym) or ""
+    while name and name not in blocks:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def _recomputing(bsym: BoundSymbol, what: str, trace: TraceCtx) -> BoundSymbol:
+    """A copy of a line, which may be marked; or the call of a block whose lines are marked."""
+    if (block := block_of(bsym)) is None:
+        return bsym.from_bsym(tags=set(bsym.tags))
+    if what not in block.recomputing:
+        inside = (b for b in block.trace.bound_symbols if not (is_unpack(b) or is_return(b)))
+        lines = [b.from_bsym(tags=set(b.tags)) for b in inside]
+        mark_block(lines, cheap=what == "cheap")
+        name = unique_name(trace, block.name)
+        marked = Block(name, lines, block.inputs, block.outputs, block.trace.names, block.module)
+        block.recomputing[what] = marked
+    return bsym.from_bsym(sym=block.recomputing[what].symbol)
 
 
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:

@@ -33,9 +33,9 @@ from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, 
 from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
 from shardtrace.model.places import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, MemoryBudget
 from shardtrace.options.strategy import ShardingStrategy
-from shardtrace.planner import plan
+from shardtrace.planner import MemoryBudgetError, plan
 from shardtrace.plugins import DDP, FSDP
 from shardtrace.proving import Difference, Proof, prove
 from shardtrace.ranks.consensus import RankMismatchError
@@ -79,6 +79,8 @@ __all__ = [
     "Generator",
     "InitPolicy",
     "Inspection",
+    "MemoryBudget",
+    "MemoryBudgetError",
     "MemoryRow",
     "MemorySnapshot",
     "NoPlanFitsError",

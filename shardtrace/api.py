@@ -29,7 +29,7 @@ from shardtrace.model.state import ParameterMemory, ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, MemoryBudget
 from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap, parse_rules
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh, leave_in_peace, size_of
@@ -57,6 +57,7 @@ def fsdp(
     activation_checkpointing: Checkpointed = None,
     offload_policy: OffloadPolicy | None = None,
     context_parallel: ContextParallel | str | None = None,
+    memory: MemoryBudget | str | float | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     init_policy: InitPolicy = InitPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
@@ -108,6 +109,10 @@ def fsdp(
         context_parallel: the name of the dimension of ``mesh`` whose ranks hold the parts of one sequence, or a
             :class:`ContextParallel`. These ranks get the same batch, and each computes on its part of it. Parameters
             are sharded over all dimensions of the mesh. Outputs and gradients are those of whole sequences.
+        memory: that of a rank, as in "80GB" or a number of bytes, or a :class:`MemoryBudget`. When the first batch of
+            a shape is compiled, the fastest step that fits is chosen: what each block recomputes (if
+            ``activation_checkpointing`` is None), which parameters of "zero3" and "zero2" stay gathered until
+            backward, the prefetch, and whether the loss is computed in chunks. A line on stderr says what. Needs scipy.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.
@@ -123,6 +128,7 @@ def fsdp(
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
         CheckpointError: ``weights`` do not fit. Nothing has been sharded.
         PlanError: ``plan`` cannot be read, or is for another model or number of ranks. Nothing has been sharded.
+        MemoryBudgetError: when a batch is compiled, if no step fits into ``memory``.
         RankMismatchError: on every rank, if the model, its values or the weights differ between ranks, or do not fit on
             another one.
 
@@ -134,8 +140,8 @@ def fsdp(
     arguments = {
         "sharding_strategy": sharding_strategy, "bucketing_strategy": bucketing_strategy, "mesh": mesh,
         "mp_policy": mp_policy, "activation_checkpointing": activation_checkpointing, "offload_policy": offload_policy,
-        "context_parallel": context_parallel, "ignored_params": ignored_params, "init_policy": init_policy,
-        "comm_policy": comm_policy, "compile_policy": compile_policy, "checks": checks,
+        "context_parallel": context_parallel, "memory": memory, "ignored_params": ignored_params,
+        "init_policy": init_policy, "comm_policy": comm_policy, "compile_policy": compile_policy, "checks": checks,
     }  # fmt: skip
     module = unjitted(model)
     if not isinstance(module, nn.Module):

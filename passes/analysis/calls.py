@@ -32,7 +32,8 @@ class Block:
         taken: names that its values must not have.
         module: the qualified name of the module that was called.
 
-    ``variants`` are what :mod:`passes.blocks` makes of it.
+    ``variants`` are what :mod:`passes.blocks` makes of it, ``recomputing`` the same block with marks on what backward
+    is to recompute.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Block:
         self.trace = dce(function_of_lines(name, self.inputs, lines, self.outputs, taken))
         self.is_random = any(map(is_random, self.trace.bound_symbols))
         self.variants: dict[Any, Any] = {}
+        self.recomputing: dict[str, Block] = {}
 
     @cached_property
     def symbol(self) -> Symbol:

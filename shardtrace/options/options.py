@@ -17,9 +17,11 @@ from shardtrace.options.policies import (
     CompilePolicy,
     ContextParallel,
     InitPolicy,
+    MemoryBudget,
     WireRules,
     parse_context,
     parse_gather_dtype,
+    parse_memory,
     parse_precision,
     parse_reduce_wire,
 )
@@ -142,12 +144,14 @@ class Options:
     compile: CompilePolicy
     checks: Checks
     context: ContextParallel | None = None
+    memory: MemoryBudget | None = None
     nodes_of: int | None = None  # the ranks of a node, if the mesh of second shards is to be made of them
 
     def __repr__(self) -> str:
         """What must be equal on all ranks, which compare it."""
         shown: dict[str, Any] = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
         shown |= {"context_parallel": self.context} if self.context is not None else {}
+        shown |= {"memory": self.memory.bytes} if self.memory is not None else {}
         for policy in (self.init, self.comm, self.compile, self.checks):
             shown |= {name: value for name, value in vars(policy).items() if name not in NOT_COMPARED}
         shown["reduce_wire"] = self.reduction.name if self.reduction is not None else None
@@ -181,6 +185,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         compile=given["compile_policy"],
         checks=checks,
         context=parse_context(given["context_parallel"]),
+        memory=parse_memory(given.get("memory")),
         nodes_of=ranks_after_forward(spelling.get("reshard_after_forward")),
     )
 

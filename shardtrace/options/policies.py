@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -41,6 +42,26 @@ def needs(library: str, *, extra: str, what: str) -> None:
             f"pip install '.[{extra}]' in its folder",
             name=library,
         )
+
+
+UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(memory: str | float) -> float:
+    """An amount of memory: "80GB", "72GiB", or a number of bytes. Raises ValueError for anything else, and for so few
+    bytes that a unit was forgotten."""
+    found = memory
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-zA-Z]*)\s*", memory)
+        unit = UNITS.get(match[2].lower()) if match else None
+        found = float(match[1]) * unit if match and unit else 0.0
+    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+        raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB, or as a number of bytes")
+    if found < 1e6 and str(memory)[-1].isdigit():
+        raise ValueError(
+            f"memory={memory!r} would be {found:g} bytes: write {found:g}GB, or {found:g}B if that is meant"
+        )
+    return float(found)
 
 
 _DTYPES = {
@@ -489,6 +510,46 @@ def whole_sequences(options: Mapping[str, Any]) -> dict[str, Any]:
     sequences."""
     context = parse_context(options.get("context_parallel"))
     return {"context_parallel": replace(context, arguments="whole", returns="whole")} if context is not None else {}
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The memory of a rank that training may take, see ``memory`` of :func:`shardtrace.fsdp`.
+
+    Args:
+        size: "80GB", "72GiB", or a number of bytes. On a GPU it includes what the driver, the process groups and the
+            caching allocator take.
+        optimizer: the class of the optimizer or its name in ``torch.optim``, whose state and temporary values count.
+            None: nothing is counted, as for an evaluation.
+
+    Raises:
+        ValueError: for a size that is none, or an optimizer that does not exist.
+    """
+
+    size: str | float
+    _: KW_ONLY
+    optimizer: Callable[..., torch.optim.Optimizer] | str | None = "AdamW"
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.size)
+        optimizer_class(self.optimizer)
+
+    @property
+    def bytes(self) -> float:
+        return parse_bytes(self.size)
+
+
+def optimizer_class(optimizer: Any) -> Any:
+    """A class of optimizers, or None. Raises ValueError if there is none of this name."""
+    found = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
+    if (found is not None and callable(found)) or optimizer is None:
+        return found
+    raise ValueError(f"torch.optim has no optimizer {optimizer!r}: pass its class")
+
+
+def parse_memory(given: MemoryBudget | str | float | None) -> MemoryBudget | None:
+    """The checked ``memory`` of ``fsdp``."""
+    return given if given is None or isinstance(given, MemoryBudget) else MemoryBudget(given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,12 @@ def compiled(function: Any) -> Compiled:
     backward = thunder.last_backward_traces(function)
     if not backward:
         raise ValueError("there is nothing to train: no parameter requires a gradient")
-    step = ComposedStep(*map(_before_schedule, (thunder.last_traces(function), backward)))
+    return compiled_step(*map(_before_schedule, (thunder.last_traces(function), backward)))
+
+
+def compiled_step(forward: TraceCtx, backward: TraceCtx) -> Compiled:
+    """A step as it is before its collectives are placed."""
+    step = ComposedStep(forward, backward)
     there = {call: b.sym for call, b in _calls(step.forward.bound_symbols)}
     back = {call: b.sym for call, b in _calls(step.backward.bound_symbols, backwards=True)}
     return Compiled(step, {call: Pair(there[call], back[call]) for call in there if call in back})
@@ -111,11 +116,12 @@ def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Compo
     there, back = ([plans.line(b) for b in lines] for lines in (there, back))
     saved = _saved(there, back)
     return ComposedStep(
-        _placed(base.step.forward, _returning(there, saved)), _placed(base.step.backward, _given(back, saved))
+        placed(base.step.forward, _returning(there, saved)), placed(base.step.backward, _given(back, saved))
     )
 
 
-def _placed(like: TraceCtx, lines: list[BoundSymbol]) -> TraceCtx:
+def placed(like: TraceCtx, lines: list[BoundSymbol]) -> TraceCtx:
+    """The executed trace of lines without deletions, with collectives where the schedule places them."""
     new = from_trace(like)
     new.bound_symbols = lines
     if any(is_collective(b) for b in lines):

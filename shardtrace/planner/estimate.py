@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from passes.analysis.recognise import (
     is_sequence_issue,
     is_unpack,
     names,
+    nbytes,
     part_at,
 )
 from passes.plan import CostModel
@@ -23,7 +24,7 @@ from passes.plan.cost import HOST_MEMORY, Hardware
 from shardtrace.inspector.fake import compile_sharded, parse_arguments
 from shardtrace.inspector.timeline import predicted
 from shardtrace.options.planned import mesh_dim_names
-from shardtrace.options.policies import NO_WIRES, Allowed, grouped, parse_context
+from shardtrace.options.policies import NO_WIRES, Allowed, grouped, optimizer_class, parse_context
 from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
 from shardtrace.planner.compose import Compiled, ComposedStep, compiled
 
@@ -81,9 +82,7 @@ def optimizer_cost(optimizer: Callable[..., torch.optim.Optimizer] | str) -> Opt
     Raises:
         ValueError: if there is no optimizer of this name.
     """
-    make: Any = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
-    if not callable(make):
-        raise ValueError(f"torch.optim has no optimizer {optimizer!r}: pass its class")
+    make = optimizer_class(optimizer)
     parameter = torch.nn.Parameter(torch.ones(SIDE, SIDE))
     parameter.grad = torch.ones_like(parameter)
     found = make([parameter], lr=1e-3)
@@ -118,12 +117,16 @@ class Estimate(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """The machine and the training on it, apart from what a plan decides."""
+    """The machine and the training on it, apart from what a plan decides. ``others``: bytes that are there beside the
+    step, such as parameters that it does not use. ``losses``: count the memory of a loss that the script computes of
+    the results, if none is a loss: it saves as much again as the results that get a gradient."""
 
     cost: CostModel
     hardware: Hardware
     optimizer: OptimizerCost
     accumulation: int = 1
+    others: int = 0
+    losses: bool = False
 
 
 def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None = None) -> Estimate:
@@ -133,19 +136,25 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     words, elsewhere = _trained_words(step.forward)
     state = int(optimizer.state * words)
     sums = 4 * words if count > 1 else 0  # gradients of earlier calls
-    memory = step_liveness(*step, persistent=state + sums, facts=facts)
+    memory = step_liveness(*step, persistent=state + sums + setting.others, facts=facts)
     parts = [part.peak for part in memory if part is not None]
     at = max(parts, key=lambda row: row.during)
     kinds = {kind: getattr(at, kind) for kind in KINDS} | {"optimizer": state}
     kinds["gradients"] += sums
+    if setting.others:
+        kinds["others"] = setting.others
     kinds["activations"] += at.during - at.total
-    updating = _while_updating((memory.backward or memory.forward).lines[-1], words, setting)
+    updating = setting.others + _while_updating((memory.backward or memory.forward).lines[-1], words, setting)
     if updating > at.during:
         kinds |= {"activations": 0, "saved": 0, "unsharded": 0, "in_flight": 0}
         kinds["gradients"] = 4 * words
         kinds["temporary"] = updating - sum(kinds.values())
+    if setting.losses and memory.backward is not None:
+        given, start = _cotangents(step.backward), memory.backward.lines[0]
+        if (more := start.total + given - sum(kinds.values())) > 0:
+            kinds["losses"] = more
     tensors = sum(kinds.values())
-    reserved = _reserved(step, tensors, setting.hardware)
+    reserved = memory_reserved(step, tensors, setting.hardware)
     update = optimizer.moved * (words / cost.device.bandwidth + elsewhere / HOST_MEMORY)
     last = backward.end
     return Estimate(
@@ -167,7 +176,15 @@ def _while_updating(last: LineMemory, words: int, setting: Setting) -> int:
     return last.inputs + int((setting.optimizer.state + 4 + temporary) * words)
 
 
-def _reserved(step: ComposedStep, tensors: int, hardware: Hardware) -> dict[str, int]:
+def _cotangents(backward: TraceCtx) -> int:
+    """The bytes of the gradients that a backward is given; none if one is a loss, which is then all that is used."""
+    unpacked = (b for b in backward.bound_symbols if is_unpack(b) and names(b.args) == {"cotangents"})
+    found = [o for b in unpacked for o in b.flat_proxy_outs]
+    return 0 if any(isinstance(o, TensorProxy) and o.numel == 1 for o in found) else nbytes(found)
+
+
+def memory_reserved(step: Sequence[TraceCtx], tensors: int, hardware: Hardware) -> dict[str, int]:
+    """The bytes that a device needs beside those of tensors, by kind."""
     groups = {bucket_of(b).plan.axis for t in step for b in t.bound_symbols if is_issue(b)}
     traces = [*step, *(called.trace for t in step for called in block_functions(t))]
     groups |= {part_at(b).plan.axis for t in traces for b in t.bound_symbols if is_sequence_issue(b)}

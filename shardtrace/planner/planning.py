@@ -14,7 +14,7 @@ from shardtrace.inspector.fake import count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.planned import NoPlanFitsError, Row, Rows, TrainingPlan, choices_of, fingerprint, options_of
-from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_count
+from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_bytes, parse_count
 from shardtrace.options.strategy import RECOMPUTED
 from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.estimate import Estimate, Setting, Task, estimate, optimizer_cost
@@ -102,9 +102,6 @@ def degrees(task: Task, context: Context) -> Iterator[int]:
 # ---- plan ----
 
 
-UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
 def plan(
     model: nn.Module,
     example_inputs: Any,
@@ -185,7 +182,7 @@ def plan(
     found, names = hardware(device), {"inside": node_link, "between": link, "node_ranks": node_ranks}
     given = fixed.pop("cost_model", cost_model)
     rates = Rates(given, "given", "given rates") if given is not None else rates_of(found, names, world_size)
-    budget = found.memory if memory is None else _bytes(memory)
+    budget = found.memory if memory is None else parse_bytes(memory)
     setting = Setting(rates.cost, found, optimizer_cost(optimizer), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
@@ -220,21 +217,6 @@ def _check(model: Any, fixed: Any) -> None:
         raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
     if fixed is not None and not isinstance(fixed, Mapping):
         raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
-
-
-def _bytes(memory: str | float) -> float:
-    found = memory
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-zA-Z]*)\s*", memory)
-        unit = UNITS.get(match[2].lower()) if match else None
-        found = float(match[1]) * unit if match and unit else 0.0
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
-        raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB, or as a number of bytes")
-    if found < 1e6 and str(memory)[-1].isdigit():
-        raise ValueError(
-            f"memory={memory!r} would be {found:g} bytes: write {found:g}GB, or {found:g}B if that is meant"
-        )
-    return float(found)
 
 
 def _decimal(memory: str | float | None) -> str:

@@ -387,11 +387,11 @@ def make_family(
     if first is not None and recomputes and base.calls.keys() <= first.variants[NOTHING].keys():
         variants = {what: {call: pairs[call] for call in base.calls} for what, pairs in first.variants.items()}
     elif recomputes and base.calls and "activation_checkpointing" not in task.fixed:
-        variants |= _recomputing(base, partial(task.compile, sharding_strategy=again, **options))
+        variants |= recomputing(base, partial(task.compile, sharding_strategy=again, **options))
     return Family(task, kind, base, variants, False if kind == "secondary" else keeps, options, note)
 
 
-def _recomputing(base: Compiled, compile_step: Callable[..., Compiled]) -> dict[str, Mapping[Call, Pair]]:
+def recomputing(base: Compiled, compile_step: Callable[..., Compiled]) -> dict[str, Mapping[Call, Pair]]:
     """The functions of blocks that recompute something. One step has those of all variants, if blocks of each class can
     take turns: a block that is the only one of its kind has no functions."""
     alike: dict[int, list[Call]] = {}
@@ -449,7 +449,7 @@ def _order(point: Point) -> tuple[Any, ...]:
 
 def explore(family: Family, rounding: Rounding = EXACT) -> None:
     """Predicts the recipes, and the fastest steps for amounts of memory from the least to the most they need."""
-    _recipes(family, rounding)
+    recipes(family, rounding)
     if not (family.classes or family.buckets):
         return
     program = Program(family, rounding)
@@ -459,6 +459,40 @@ def explore(family: Family, rounding: Rounding = EXACT) -> None:
             found = family.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
             if found.exposed < NOT_WORTH_IT * found.seconds:  # which is all that more of it could save
                 break
+
+
+HALVINGS = 7
+
+
+def explore_near(family: Family, budget: float) -> None:
+    """Predicts the recipes, and by halving what a step may save the fastest steps that just fit into a budget."""
+    recipes(family)
+    if not (family.classes or family.buckets):
+        return
+    program = Program(family, EXACT)
+    low, high = 0.0, program.most
+    for _ in range(HALVINGS):
+        solved = program.solve(middle := (low + high) / 2)
+        if solved is None:  # blocks save more whatever they recompute
+            low = middle
+            continue
+        found = prefetched(family, solved._replace(kept=family.allowed_kept(solved.kept)), budget)
+        low, high = (middle, high) if found.estimate.peak <= budget else (low, middle)
+
+
+def prefetched(family: Family, candidate: Candidate, budget: float) -> Point:
+    """Predicts a candidate with the least prefetch, which it returns, and with more as long as that is faster and
+    fits."""
+    first, *others = (candidate._replace(prefetch=n) for n in family.prefetches)
+    point = best = family.point(first)
+    for more in others if family.buckets else ():
+        if best.estimate.exposed < NOT_WORTH_IT * best.estimate.seconds or best.estimate.peak > budget:
+            break
+        found = family.point(more)
+        if found.estimate.seconds > (1 - NOT_WORTH_IT) * best.estimate.seconds:
+            break
+        best = found
+    return point
 
 
 def explore_rounded(family: Family) -> None:
@@ -471,13 +505,13 @@ def explore_rounded(family: Family) -> None:
             family.point(exact[0].candidate._replace(rounding=rounding))
         return
     for rounding in family.roundings:
-        _recipes(family, rounding)
+        recipes(family, rounding)
     worth_it = {p.candidate.rounding for p in front(p for p in family.points if p.name)}
     for rounding in sorted(worth_it - {EXACT}):
         explore(family, rounding)
 
 
-def _recipes(family: Family, rounding: Rounding) -> None:
+def recipes(family: Family, rounding: Rounding = EXACT) -> None:
     """What people choose by hand: all buckets alike, all blocks alike, with the prefetch of ``fsdp``."""
     both = frozenset[str](), frozenset(family.buckets)
     for variant in family.variants:

@@ -75,6 +75,7 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
         "wait_copies",
         "drop_unused",
         "verify_schedule",
+        "verify_memory",
         "compare_ranks",
     ]
     assert names == [*before, *after, "late", "early", "outline", *scheduled, "other", "prove_step"]
