@@ -230,7 +230,6 @@ changed = {
     "ZeRO-3, as above": {},
     "ZeRO-2": {"sharding_strategy": "zero2"},
     "buckets: none": {"bucketing_strategy": "none"},
-    "buckets: layer": {"bucketing_strategy": "layer"},
     "buckets: 25 MB": {"bucketing_strategy": 25},
     "..., 25 MB in flight": {"bucketing_strategy": 25, "compile_policy": replace(policy, max_inflight_bytes=25 * MB)},
     "prefetch 0": {"compile_policy": replace(policy, prefetch=0)},

@@ -101,7 +101,7 @@ def drop_unused(trace: TraceCtx, *, unused: Unused) -> TraceCtx:
         for bsym in lines:
             if bsym.sym.id in TAKES:
                 grads = tuple(
-                    g if g.name in certain or g.name in signs else mark_unused(g, uses(g.name, m.parameter.full_shape))
+                    g if g.name in certain or g.name in signs else mark_unused(g, uses(g.name, m.parameter.used_shape))
                     for g, m in zip(bsym.args[0], bucket_of(bsym).members, strict=True)
                 )
                 bsym = bsym.from_bsym(args=(grads, *bsym.args[1:]))

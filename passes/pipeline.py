@@ -55,8 +55,10 @@ from passes.save import (
     verify_memory,
 )
 from passes.schedule import schedule, wait_copies
+from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
-from passes.split_sequence import Context, overlap_sequence, split_sequence
+from passes.split_parameters import split_parameters
+from passes.split_sequence import overlap_sequence, split_sequence
 
 import torch
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
@@ -448,6 +450,7 @@ BEFORE_AUTODIFF = (
           "the step would need more memory than it was given"),
     Entry("split_sequence", split_sequence, "before all that change the computation as it was recorded",
           "ranks would compute on whole sequences", begins=True),
+    Entry("split_parameters", split_parameters, "likewise", "ranks would compute with whole parameters", begins=True),
     Entry("chunk_loss", chunk_loss, "after split_sequence, which knows the model's own loss; before lines are inserted",
           begins=True),
     Entry("shard_parameters", shard_parameters, "before the next passes, which ask which inputs are parameters",

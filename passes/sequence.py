@@ -1,4 +1,4 @@
-"""Rewrites a computation for parts of sequences: values, lines, the rules of lines that mix positions, and blocks.
+"""Rewrites a computation for parts of sequences or parameters: values, lines, blocks, and what a model returns.
 
 Lines are written on other operands with the names, tags and sources of the recorded ones. What a gather needs comes
 first among them, so that other lines compute while it is under way.
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from passes.analysis.calls import Block, block_of, differentiated, unique_name
 from passes.analysis.dims import Placed, TorchLine, follow, lead, resized, torch_line
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, properties
-from passes.comm.sequence import Part, cut, exchange_heads, exchange_positions, gather_sequence, sum_sequence
+from passes.comm.sequence import Part, cut, exchange_heads, gather_output, gather_sequence, sum_sequence, to_output
 from passes.comm.symbols import Property
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
 from passes.compat.versions import Fakes
 from passes.kernels.aten import Meta
-from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import TorchCall, call_of
 from passes.kernels.torch_call import executor as torch_calls
+from passes.plan import Axis
 from passes.plan.dims import views
 from passes.plan.plan import ContextPlan, Split
 
@@ -32,7 +32,7 @@ from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
-from thunder.core.pytree import tree_flatten
+from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import is_constant_for_vjp
@@ -241,10 +241,12 @@ EXPANDS = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "repeat_in
 
 class Rules(NamedTuple):
     """How lines that mix positions compute on parts: by the name of the function, False if the rule does not apply; and
-    how the call of a block does."""
+    how the call of a block does. ``eager``: whether lines on whole values are written where they were recorded, and
+    not when others need them."""
 
     by_name: Mapping[str, Callable[[Splitter, BoundSymbol, TorchLine], bool]]
     call_block: Callable[[Splitter, BoundSymbol], None]
+    eager: bool = False
 
 
 @dataclass
@@ -309,7 +311,11 @@ class Splitter:
             if o.name not in self.values:  # a line may return its argument
                 self.values[o.name] = Value(o, line)
         if not any(self.is_split(a) for a in line.flat_proxy_args):
-            return  # written when it is needed
+            if self.rules.eager and block_of(line) is not None and is_random(line):
+                self.rules.call_block(self, line)
+            elif self.rules.eager:
+                self._as_whole(line)
+            return  # else it is written when it is needed
         if block_of(line) is not None:
             self.rules.call_block(self, line)
             return
@@ -376,7 +382,8 @@ class Splitter:
         """Computes a line on whole operands. A result of the same sequence is cut again."""
         splits = [s for o in call.operands for s in self.splits(o)]
         if any(self.is_split(o) and dtypes.is_float_dtype(o.dtype) for o in call.operands):
-            self.remarks[f"{call.name} is computed on whole sequences{place(line)}"] = None
+            what = "sequences" if self.plan.axis is Axis.CONTEXT else "values"
+            self.remarks[f"{call.name} is computed on whole {what}{place(line)}"] = None
         self._as_whole(line)
         for result in call.results:
             whole = self.values[result.name].whole
@@ -386,11 +393,15 @@ class Splitter:
 
     def _as_whole(self, line: BoundSymbol) -> None:
         """Writes a line on whole operands."""
+        if is_random(line) and self.rules.eager and self._drawn_in_parts(line):
+            return
         if is_random(line):
+            ranks, remedy = "tensor_parallel", ""
+            if self.plan.axis is Axis.CONTEXT:
+                ranks, remedy = "a sequence", "apply it to a value that is computed from the split arguments, "
             raise RuntimeError(
-                f"{line.sym.name} draws random numbers for a value that all ranks of a sequence hold as a whole, and "
-                f"they would differ{place(line)}: apply it to a value that is computed from the split arguments, pass "
-                "the numbers as an argument, or leave it out"
+                f"{line.sym.name} draws random numbers for a value that all ranks of {ranks} hold as a whole, and they "
+                f"would differ{place(line)}: {remedy}pass the numbers as an argument, or leave it out"
             )
         operands = [a for a in line.flat_proxy_args if isinstance(a, TensorProxy) and a.name in self.values]
         whole = [self.whole(a) for a in operands]
@@ -402,6 +413,26 @@ class Splitter:
             if isinstance(old, TensorProxy):
                 value = self.values.setdefault(old.name, Value(old, line))
                 value.whole = value.whole if value.whole is not None else found
+
+    def _drawn_in_parts(self, line: BoundSymbol) -> bool:
+        """Writes a line that draws random numbers for a value that all ranks hold: each draws a part of them, which are
+        gathered. False if it cannot be."""
+        call = self.torch_line(line)
+        if call is None or len(call.results) != 1:
+            return False
+        (result,) = call.results
+        for dim in reversed(range(result.ndim)):
+            inner, rest = divmod(result.shape[dim], self.plan.ranks)
+            placed = lead(call, 0, Split(dim, 1, self.plan.ranks, inner)) if inner and not rest else None
+            if placed is None or placed.combine is not None or placed.results[0] is None:
+                continue
+            part = self.at(placed.results[0])
+            pairs = zip(call.operands, placed.operands, strict=True)
+            operands = [self.whole(o) if s is None else self.part(o, s) for o, s in pairs]
+            (found,) = self.writer.on_parts(line, call, operands, [part.local_shape(tuple(result.shape))])
+            self.know_whole(result, self.writer.emit(line, partial(gather_sequence, found, part))[0])
+            return True
+        return False
 
     def _finish_pending(self, number: int) -> None:
         """Writes what later lines read and is not written yet: a line is about to change one of its operands."""
@@ -516,10 +547,7 @@ class Splitter:
         return self.at(Split.along(0, 1))
 
 
-# ---- lines that mix positions ----
-
-
-Rule = Callable[[Splitter, BoundSymbol, TorchLine], bool]
+# ---- arguments of lines ----
 
 
 def attention_arguments(
@@ -532,57 +560,6 @@ def attention_arguments(
     **options: Any,
 ) -> tuple[Any, ...]:
     return query, key, value, attn_mask, dropout_p, is_causal, options
-
-
-def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """Queries stay split. Keys and values are gathered; a mask has a row for each query."""
-    query, key, value, mask, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
-    split = next((s for s in to.splits(query) if s == Split.along(query.ndim - 2, s.length)), None)
-    if split is None or (causal and key.shape[-2] != split.length):
-        return False
-    if _exchanges(to, query, key, value, mask):
-        return _attention_of_heads(to, line, call, split)
-    # the gathers come first: they are under way while other lines compute
-    k, v, q = to.whole(key), to.whole(value), to.part(query, split)
-    if causal:
-        function = CausalAttention(to.plan, split.length)
-        (found,) = to.writer.torch(
-            line, function, (q, k, v), {"dropout_p": dropout, **options}, to.writer.grads(line, call)
-        )
-    else:
-        if isinstance(mask, TensorProxy):
-            by_query = mask.ndim > 1 and mask.shape[-2] != 1
-            mask = to.part(mask, Split.along(mask.ndim - 2, split.length)) if by_query else to.whole(mask)
-        (found,) = to.writer.as_call(line, call, (q, k, v, mask, dropout), {"is_causal": False, **options})
-    to.know_part(call.results[0], split, found)
-    return True
-
-
-def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: TensorProxy, mask: Any) -> bool:
-    """Whether ranks exchange heads for positions instead of gathering keys and values: if that is asked for, or if less
-    is sent. Forward exchanges queries, keys, values and results; backward their gradients, and results once more. Keys
-    and values are gathered in forward and in backward, and their gradients are scattered."""
-    ranks = to.plan.ranks
-    divides = all(t.ndim == 4 and t.shape[1] % ranks == 0 for t in (query, key, value))
-    whole = all(t.shape[2] == query.shape[2] and bool(to.splits(t)) for t in (key, value))
-    if to.plan.attention == "gather" or mask is not None or not divides or not whole:
-        return False
-    exchanged = (5 * query.numel + 2 * (key.numel + value.numel)) // ranks
-    gathered = 3 * sum(to.gather_cost(t) // t.dtype.bytes for t in (key, value))
-    return to.plan.attention == "ulysses" or exchanged < gathered
-
-
-def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split: Split) -> bool:
-    """The attention of all positions, of this rank's share of the heads (Jacobs et al., 2023, "DeepSpeed Ulysses")."""
-    query, key, value, _, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
-    part = to.at(split)
-    given = [to.part(t, split) for t in (key, value, query)]
-    k, v, q = (to.writer.emit(line, partial(exchange_heads, x, part))[0] for x in given)
-    (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
-    (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
-    to.regather(to.writer.trace.bound_symbols[-1])  # attention saves its result for all positions
-    to.know_part(call.results[0], split, found)
-    return True
 
 
 def loss_arguments(
@@ -598,59 +575,10 @@ def loss_arguments(
     return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
 
 
-def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """The sum of the losses of all ranks' rows, over the number of rows that count."""
-    input, target, weight, average, ignored, reduce, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
-    split = next((s for s in to.splits(input) if s.dim == 0 and input.ndim == 2), None)
-    plain = weight is None and average is None and reduce is None and reduction in ("mean", "sum")
-    if split is None or not plain or target.ndim != 1 or dtypes.is_inexact_dtype(target.dtype):
-        return False
-    x, t = to.part(input, split), to.part(target, split, None if to.is_even(split) else ignored)
-    options = {"ignore_index": ignored, "reduction": "sum", "label_smoothing": smoothing}
-    (local,) = to.writer.as_call(line, call, (x, t), options)
-
-    def total() -> Any:
-        loss = sum_sequence(local, to.everywhere)
-        if reduction == "sum":
-            return loss
-        rows = sum_sequence(ltorch.sum(ltorch.to(ltorch.ne(t, ignored), torch.float32)), to.everywhere)
-        return ltorch.to(ltorch.true_divide(loss, rows), loss.dtype)
-
-    (found,) = to.writer.emit(line, total)
-    to.know_whole(call.results[0], found)
-    return True
-
-
-def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """A slice that only leaves out the last positions keeps each part as it is: logits for labels that are shifted."""
-    x, index = call.args[0], call.args[1]
-    split = next((s for s in to.splits(x) if s == Split.along(s.dim, s.length)), None)
-    each = of_each_dim(index, x.ndim)
-    if split is None or each is None or not isinstance(each[split.dim], slice):
-        return False
-    start, stop, step = each[split.dim].indices(split.length)
-    same = 0 < stop < split.length and to.plan.chunk(stop) == to.plan.chunk(split.length)
-    if start != 0 or step != 1 or not same:
-        return False
-    rest = tuple(slice(None) if d == split.dim else i for d, i in enumerate(each))
-    dim = split.dim - sum(isinstance(i, int) for i in each[: split.dim])
-    part = to.part(x, split)
-    (found,) = to.writer.emit(line, lambda: ltorch.getitem(part, rest))
-    to.know_part(call.results[0], Split.along(dim, stop), found)
-    return True
-
-
 def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with a slice or a number for each dim; None if it is another one."""
     each = views.of_each_dim(index, ndim)
     return tuple(each) if all(type(i) in (slice, int) for i in each) else None
-
-
-RULES: dict[str, Rule] = {
-    "nn.functional.scaled_dot_product_attention": attention,
-    "nn.functional.cross_entropy": cross_entropy,
-    "getitem": leading_slice,
-}
 
 
 # ---- blocks ----
@@ -703,7 +631,7 @@ class _Inside(Splitter):
 
     def __init__(self, block: Block, given: Sequence[Given], caller: Splitter) -> None:
         inexact = {p.name for p in block.inputs if dtypes.is_inexact_dtype(p.dtype)}
-        rules = Rules(caller.rules.by_name, Blocks().call)
+        rules = caller.rules._replace(call_block=Blocks().call)
         super().__init__(block.trace, caller.plan, rules, caller.remarks, inexact)
         self._block = block
         self._given = {p.name: (i, g) for i, (p, g) in enumerate(zip(block.inputs, given, strict=True))}
@@ -752,3 +680,59 @@ class _Inside(Splitter):
             with tracectx(self.writer.trace):
                 self._inputs[number, split] = TensorProxy(like=proxy, shape=shape)
         return self._inputs[number, split]
+
+
+# ---- the border of a model ----
+
+
+@dataclass
+class Context:
+    """The ranks that hold the parts of a sequence, and the dimension of the arguments that is the sequence.
+
+    ``kept`` are the histories of inputs that are no arguments: parameters and buffers. ``returns_parts``: whether the
+    model returns this rank's parts. The pass adds to ``differentiated`` the names of arguments with a gradient, and to
+    ``remarks`` what is computed on whole sequences.
+    """
+
+    plan: ContextPlan
+    dim: int = 1
+    kept: list[Any] = field(default_factory=list)
+    differentiated: set[str] = field(default_factory=set)
+    returns_parts: bool = False
+    remarks: dict[str, None] = field(default_factory=dict)
+
+
+def add_return(to: Splitter, line: BoundSymbol, context: Context) -> None:
+    """Adds the return line, with what the model returns for each value."""
+    results = line.args[0]
+
+    def returned(x: Any) -> Any:
+        return _output(to, to.values[x.name], line, context) if _is_known(to, x) else x
+
+    args = ({**results, "output": tree_map(returned, results["output"])},)
+    to.writer.trace.bound_symbols.append(line.from_bsym(args=args))
+
+
+def _is_known(to: Splitter, x: Any) -> bool:
+    return isinstance(x, TensorProxy) and x.name in to.values
+
+
+def _output(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> TensorProxy:
+    """What the model returns for a value: the whole, or this rank's part."""
+    if value.line is None:  # an input
+        return value.proxy
+    if value.is_split and (value.whole is None or context.returns_parts):
+        split = to.splits(value.proxy)[0]
+        x = to.part(value.proxy, split)
+        if context.returns_parts:
+            if not to.is_even(split):
+                raise RuntimeError(
+                    f'returns="part" needs sequences that divide into {2 * to.plan.ranks} chunks, and this one has '
+                    f'{split.length} positions: pad the batch, or choose returns="whole"'
+                )
+            return x
+        return to.writer.emit(line, lambda: gather_output(x, to.at(split)))[0]
+    whole = to.whole(value.proxy)
+    if not dtypes.is_inexact_dtype(whole.dtype):
+        return whole
+    return to.writer.emit(line, lambda: to_output(whole, to.everywhere))[0]

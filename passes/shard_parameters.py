@@ -13,13 +13,16 @@ and a reduce_scatter in backward, so that both have the same buckets.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_of, unique_name
 from passes.analysis.recognise import names
+from passes.comm.sequence import Part, cut
 from passes.comm.symbols import symbol, synchronize
-from passes.plan import Bucket, Member, Runtime, ShardedParameter, Step, TracedParameters
+from passes.plan import Bucket, BucketPlan, Member, Placement, Runtime, ShardedParameter, Step, TracedParameters
 from passes.plan.bucket import Group, Use, group_uses
 
 import torch
@@ -180,24 +183,35 @@ def insert_synchronize(computation: TraceCtx, *, parameters: TracedParameters) -
     first_use, canonical, trainable = _find_uses(computation, parameters)
     if not first_use:
         return computation
-    members = {parameter: Member(parameter, parameter in trainable) for parameter in first_use}
+    cuts = _find_cuts(computation, parameters)
+    members = {
+        parameter: Member(
+            replace(parameter, cut=cuts[parameter].args[1]) if parameter in cuts else parameter, parameter in trainable
+        )
+        for parameter in first_use
+    }
+    known = {member.parameter: parameter for parameter, member in members.items()}
     uses = [Use(m, canonical[p].dtype, canonical[p].device.device_str()) for p, m in members.items()]
     new = from_trace(computation)
     before: dict[int, list[BoundSymbol]] = {}
     full: dict[ShardedParameter, TensorProxy] = {}
     for group in group_uses(uses):
-        line = min(first_use[u.parameter] for u in group.uses)
-        inserted, outputs = _synchronize(new, group, canonical)
+        line = min(first_use[known[u.parameter]] for u in group.uses)
+        inserted, outputs = _synchronize(new, group, [canonical[known[u.parameter]] for u in group.uses])
         before.setdefault(line, []).append(inserted)
-        full.update(zip((u.parameter for u in group.uses), outputs, strict=True))
+        full.update(zip((known[u.parameter] for u in group.uses), outputs, strict=True))
 
     swap = {
         variableify(p): full[parameter]
         for p in computation.args
         if (parameter := parameters.get(p)) is not None and parameter in full
     }
+    swap |= {variableify(line.output): full[parameter] for parameter, line in cuts.items()}
+    gone = set(map(id, cuts.values()))
     for i, bsym in enumerate(computation.bound_symbols):
         new.bound_symbols += before.get(i, [])
+        if id(bsym) in gone:
+            continue
         if bsym.sym is prims.python_return:
             new.bound_symbols += _return(new, bsym, swap)
         elif bsym.sym is prims.unpack_trivial or swap.keys().isdisjoint(bsym.flat_variableified_proxy_args):
@@ -241,8 +255,30 @@ def _outputs(bsym: BoundSymbol) -> list[Proxy]:
     return [p for p in tree_iter(bsym.args[0]["output"]) if isinstance(p, Proxy)]
 
 
+def _find_cuts(computation: TraceCtx, parameters: TracedParameters) -> dict[ShardedParameter, BoundSymbol]:
+    """The lines that cut a parameter of which nothing else is used, and whose parts can be gathered alone."""
+    readers: dict[ShardedParameter, list[BoundSymbol]] = {}
+    for bsym in computation.bound_symbols:
+        if bsym.sym is prims.unpack_trivial:
+            continue
+        for p in _outputs(bsym) if bsym.sym is prims.python_return else bsym.flat_proxy_args:
+            if (parameter := parameters.get(p)) is not None:
+                readers.setdefault(parameter, []).append(bsym)
+    return {
+        parameter: lines[0]
+        for parameter, lines in readers.items()
+        if len(lines) == 1 and lines[0].sym.id == cut.id and _travels_in_parts(parameter.plan, lines[0].args[1])
+    }
+
+
+def _travels_in_parts(plan: BucketPlan, part: Part) -> bool:
+    """Whether a rank can receive its part of a parameter without the others."""
+    plain = plan.outer is None and plan.host is None and plan.gather is None and plan.reduction is None
+    return plain and plan.placement is Placement.SHARD and len(part.plan.seats) == plan.world_size
+
+
 def _synchronize(
-    trace: TraceCtx, group: Group, canonical: dict[ShardedParameter, TensorProxy]
+    trace: TraceCtx, group: Group, shards: Sequence[TensorProxy]
 ) -> tuple[BoundSymbol, tuple[TensorProxy, ...]]:
     plan = group.uses[0].parameter.plan
     members = tuple(u.member for u in group.uses)
@@ -250,10 +286,9 @@ def _synchronize(
         group.label, _identifier(trace, group.label), plan, members, plan.unsharded_dtype(group.uses[0].dtype)
     )
     bucket = plain.carried_by(plan.gather)
-    shards = tuple(canonical[m.parameter] for m in members)
     trace.push_scope([])
     with tracectx(trace):
-        outputs = synchronize(shards, bucket)
+        outputs = synchronize(tuple(shards), bucket)
     (bsym,) = trace.pop_scope()
     for p in outputs:  # the tag is set if tracing ended inside no_grad; here the uses tell whether a gradient flows
         p.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)

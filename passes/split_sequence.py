@@ -27,9 +27,11 @@ Compute lines keep their order, and so do collectives: it is a function of the t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from passes.analysis.dims import TorchLine
 from passes.analysis.recognise import (
     is_backward,
     is_deletion,
@@ -39,34 +41,38 @@ from passes.analysis.recognise import (
     is_unpack,
     names,
 )
-from passes.comm.sequence import Part, cut, from_input, gather_output, gather_sequence, to_output
-from passes.plan import TracedParameters
-from passes.plan.plan import ContextPlan, Split
-from passes.sequence import RULES, Blocks, Rules, Splitter, Value, writing
+from passes.comm.sequence import (
+    Part,
+    cut,
+    exchange_heads,
+    exchange_positions,
+    from_input,
+    gather_sequence,
+    sum_sequence,
+)
+from passes.kernels.attention import CausalAttention
+from passes.plan import Axis, TracedParameters
+from passes.plan.plan import Split
+from passes.sequence import (
+    Blocks,
+    Context,
+    Rules,
+    Splitter,
+    Value,
+    add_return,
+    attention_arguments,
+    loss_arguments,
+    of_each_dim,
+    writing,
+)
 
+import torch
+from thunder import torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.executors.passes import del_last_used
-
-
-@dataclass
-class Context:
-    """The ranks that hold the parts of a sequence, and the dimension of the arguments that is the sequence.
-
-    ``kept`` are the histories of inputs that are no arguments: parameters and buffers. ``returns_parts``: whether the
-    model returns this rank's parts. The pass adds to ``differentiated`` the names of arguments with a gradient, and to
-    ``remarks`` what is computed on whole sequences.
-    """
-
-    plan: ContextPlan
-    dim: int = 1
-    kept: list[Any] = field(default_factory=list)
-    differentiated: set[str] = field(default_factory=set)
-    returns_parts: bool = False
-    remarks: dict[str, None] = field(default_factory=dict)
 
 
 def split_sequence(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
@@ -80,7 +86,7 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         RuntimeError: if random numbers would have to be the same on all ranks, if no argument has a sequence, or if a
             part of an output would have positions beyond the end of the sequence.
     """
-    if context is None or context.plan.ranks == 1:
+    if context is None or context.plan.ranks == 1 or context.plan.axis is not Axis.CONTEXT:
         return computation
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
     with writing():
@@ -93,7 +99,7 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         _check_arguments(to, context)
         to.follow_lines()
         for line in filter(is_return, computation.bound_symbols):
-            _add_return(to, line, context)
+            add_return(to, line, context)
     return to.writer.finished()
 
 
@@ -150,39 +156,113 @@ def _check_arguments(to: Splitter, context: Context) -> None:
     context.remarks[f"arguments of shapes {shapes} are too short to be split over {ranks} ranks"] = None
 
 
-def _add_return(to: Splitter, line: BoundSymbol, context: Context) -> None:
-    results = line.args[0]
-
-    def returned(x: Any) -> Any:
-        return _output(to, to.values[x.name], line, context) if _is_known(to, x) else x
-
-    args = ({**results, "output": tree_map(returned, results["output"])},)
-    to.writer.trace.bound_symbols.append(line.from_bsym(args=args))
+# ---- lines that mix positions ----
 
 
-def _is_known(to: Splitter, x: Any) -> bool:
-    return isinstance(x, TensorProxy) and x.name in to.values
+Rule = Callable[[Splitter, BoundSymbol, TorchLine], bool]
 
 
-def _output(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> TensorProxy:
-    """What the model returns for a value: the whole, or this rank's part."""
-    if value.line is None:  # an input
-        return value.proxy
-    if value.is_split and (value.whole is None or context.returns_parts):
-        split = to.splits(value.proxy)[0]
-        x = to.part(value.proxy, split)
-        if context.returns_parts:
-            if not to.is_even(split):
-                raise RuntimeError(
-                    f'returns="part" needs sequences that divide into {2 * to.plan.ranks} chunks, and this one has '
-                    f'{split.length} positions: pad the batch, or choose returns="whole"'
-                )
-            return x
-        return to.writer.emit(line, lambda: gather_output(x, to.at(split)))[0]
-    whole = to.whole(value.proxy)
-    if not dtypes.is_inexact_dtype(whole.dtype):
-        return whole
-    return to.writer.emit(line, lambda: to_output(whole, to.everywhere))[0]
+def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """Queries stay split. Keys and values are gathered; a mask has a row for each query."""
+    query, key, value, mask, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
+    split = next((s for s in to.splits(query) if s == Split.along(query.ndim - 2, s.length)), None)
+    if split is None or (causal and key.shape[-2] != split.length):
+        return False
+    if _exchanges(to, query, key, value, mask):
+        return _attention_of_heads(to, line, call, split)
+    # the gathers come first: they are under way while other lines compute
+    k, v, q = to.whole(key), to.whole(value), to.part(query, split)
+    if causal:
+        function = CausalAttention(to.plan, split.length)
+        (found,) = to.writer.torch(
+            line, function, (q, k, v), {"dropout_p": dropout, **options}, to.writer.grads(line, call)
+        )
+    else:
+        if isinstance(mask, TensorProxy):
+            by_query = mask.ndim > 1 and mask.shape[-2] != 1
+            mask = to.part(mask, Split.along(mask.ndim - 2, split.length)) if by_query else to.whole(mask)
+        (found,) = to.writer.as_call(line, call, (q, k, v, mask, dropout), {"is_causal": False, **options})
+    to.know_part(call.results[0], split, found)
+    return True
+
+
+def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: TensorProxy, mask: Any) -> bool:
+    """Whether ranks exchange heads for positions instead of gathering keys and values: if that is asked for, or if less
+    is sent. Forward exchanges queries, keys, values and results; backward their gradients, and results once more. Keys
+    and values are gathered in forward and in backward, and their gradients are scattered."""
+    ranks = to.plan.ranks
+    divides = all(t.ndim == 4 and t.shape[1] % ranks == 0 for t in (query, key, value))
+    whole = all(t.shape[2] == query.shape[2] and bool(to.splits(t)) for t in (key, value))
+    if to.plan.attention == "gather" or mask is not None or not divides or not whole:
+        return False
+    exchanged = (5 * query.numel + 2 * (key.numel + value.numel)) // ranks
+    gathered = 3 * sum(to.gather_cost(t) // t.dtype.bytes for t in (key, value))
+    return to.plan.attention == "ulysses" or exchanged < gathered
+
+
+def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split: Split) -> bool:
+    """The attention of all positions, of this rank's share of the heads (Jacobs et al., 2023, "DeepSpeed Ulysses")."""
+    query, key, value, _, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
+    part = to.at(split)
+    given = [to.part(t, split) for t in (key, value, query)]
+    k, v, q = (to.writer.emit(line, partial(exchange_heads, x, part))[0] for x in given)
+    (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
+    (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
+    to.regather(to.writer.trace.bound_symbols[-1])  # attention saves its result for all positions
+    to.know_part(call.results[0], split, found)
+    return True
+
+
+def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """The sum of the losses of all ranks' rows, over the number of rows that count."""
+    input, target, weight, average, ignored, reduce, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
+    split = next((s for s in to.splits(input) if s.dim == 0 and input.ndim == 2), None)
+    plain = weight is None and average is None and reduce is None and reduction in ("mean", "sum")
+    if split is None or not plain or target.ndim != 1 or dtypes.is_inexact_dtype(target.dtype):
+        return False
+    x, t = to.part(input, split), to.part(target, split, None if to.is_even(split) else ignored)
+    options = {"ignore_index": ignored, "reduction": "sum", "label_smoothing": smoothing}
+    (local,) = to.writer.as_call(line, call, (x, t), options)
+
+    def total() -> Any:
+        loss = sum_sequence(local, to.everywhere)
+        if reduction == "sum":
+            return loss
+        rows = sum_sequence(ltorch.sum(ltorch.to(ltorch.ne(t, ignored), torch.float32)), to.everywhere)
+        return ltorch.to(ltorch.true_divide(loss, rows), loss.dtype)
+
+    (found,) = to.writer.emit(line, total)
+    to.know_whole(call.results[0], found)
+    return True
+
+
+def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """A slice that only leaves out the last positions keeps each part as it is: logits for labels that are shifted."""
+    x, index = call.args[0], call.args[1]
+    split = next((s for s in to.splits(x) if s == Split.along(s.dim, s.length)), None)
+    each = of_each_dim(index, x.ndim)
+    if split is None or each is None or not isinstance(each[split.dim], slice):
+        return False
+    start, stop, step = each[split.dim].indices(split.length)
+    same = 0 < stop < split.length and to.plan.chunk(stop) == to.plan.chunk(split.length)
+    if start != 0 or step != 1 or not same:
+        return False
+    rest = tuple(slice(None) if d == split.dim else i for d, i in enumerate(each))
+    dim = split.dim - sum(isinstance(i, int) for i in each[: split.dim])
+    part = to.part(x, split)
+    (found,) = to.writer.emit(line, lambda: ltorch.getitem(part, rest))
+    to.know_part(call.results[0], Split.along(dim, stop), found)
+    return True
+
+
+RULES: dict[str, Rule] = {
+    "nn.functional.scaled_dot_product_attention": attention,
+    "nn.functional.cross_entropy": cross_entropy,
+    "getitem": leading_slice,
+}
+
+
+# ---- when they are sent ----
 
 
 def overlap_sequence(trace: TraceCtx) -> TraceCtx:

@@ -33,7 +33,15 @@ from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, 
 from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
 from shardtrace.model.places import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, MemoryBudget
+from shardtrace.options.policies import (
+    Checks,
+    CommPolicy,
+    CompilePolicy,
+    ContextParallel,
+    InitPolicy,
+    MemoryBudget,
+    TensorParallel,
+)
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.planner import MemoryBudgetError, plan
 from shardtrace.plugins import DDP, FSDP
@@ -90,6 +98,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
+    "TensorParallel",
     "TrainingPlan",
     "VerificationError",
     "block_traces",

@@ -29,7 +29,15 @@ from shardtrace.model.state import ParameterMemory, ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, MemoryBudget
+from shardtrace.options.policies import (
+    Checks,
+    CommPolicy,
+    CompilePolicy,
+    ContextParallel,
+    InitPolicy,
+    MemoryBudget,
+    TensorParallel,
+)
 from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap, parse_rules
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh, leave_in_peace, size_of
@@ -57,6 +65,7 @@ def fsdp(
     activation_checkpointing: Checkpointed = None,
     offload_policy: OffloadPolicy | None = None,
     context_parallel: ContextParallel | str | None = None,
+    tensor_parallel: TensorParallel | str | None = None,
     memory: MemoryBudget | str | float | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     init_policy: InitPolicy = InitPolicy(),
@@ -109,6 +118,10 @@ def fsdp(
         context_parallel: the name of the dimension of ``mesh`` whose ranks hold the parts of one sequence, or a
             :class:`ContextParallel`. These ranks get the same batch, and each computes on its part of it. Parameters
             are sharded over all dimensions of the mesh. Outputs and gradients are those of whole sequences.
+        tensor_parallel: the name of the dimension of ``mesh`` whose ranks compute with parts of parameters, or a
+            :class:`TensorParallel`. These ranks get the same batch, and each computes some heads of attention and some
+            columns of the products between. Parameters are sharded over all dimensions of the mesh, and a rank receives
+            the parts with which it computes. What a step cannot compute in parts is computed whole.
         memory: that of a rank, as in "80GB" or a number of bytes, or a :class:`MemoryBudget`. When the first batch of
             a shape is compiled, the fastest step that fits is chosen: what each block recomputes (if
             ``activation_checkpointing`` is None), which parameters of "zero3" and "zero2" stay gathered until
@@ -140,13 +153,16 @@ def fsdp(
     arguments = {
         "sharding_strategy": sharding_strategy, "bucketing_strategy": bucketing_strategy, "mesh": mesh,
         "mp_policy": mp_policy, "activation_checkpointing": activation_checkpointing, "offload_policy": offload_policy,
-        "context_parallel": context_parallel, "memory": memory, "ignored_params": ignored_params,
+        "context_parallel": context_parallel, "tensor_parallel": tensor_parallel, "memory": memory,
+        "ignored_params": ignored_params,
         "init_policy": init_policy, "comm_policy": comm_policy, "compile_policy": compile_policy, "checks": checks,
     }  # fmt: skip
     module = unjitted(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(module).__name__}")
     if plan is not None:
+        if tensor_parallel is not None:
+            raise ValueError("a plan knows nothing of tensor_parallel yet: pass one of them")
         return fsdp(model, **with_plan(module, plan, arguments, spelling))
     with announced(module, mesh):
         options = parse_options(arguments, spelling)

@@ -23,6 +23,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "on_ranks(world_size): run the body of the test on so many ranks")
 
 
+LONG = {"test_notebooks", "test_examples", "test_benchmarks", "test_trainers"}  # files that lanes begin with
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run the body of a test that ``on_ranks`` marks on the ranks."""

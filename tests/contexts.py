@@ -1,4 +1,4 @@
-"""Models of sequences, trained on ranks that hold parts of a sequence and in one process on whole ones."""
+"""Models of sequences, trained on ranks that hold parts of a sequence or of parameters, and in one process."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def batch(step: int, length: int, rows: int = 2) -> tuple[torch.Tensor, torch.Te
     return torch.randint(1, VOCAB, (rows, length)), torch.randint(1, VOCAB, (rows, length))
 
 
-def mesh_of(shape: tuple[int, int]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
+def mesh_of(shape: tuple[int, int], inner: str = "context") -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", inner))
 
 
 def train_both(
@@ -134,16 +134,20 @@ def train_both(
     tolerance: float = 1e-5,
     step: Loss | None = None,
     context: Any = "context",
+    tensor: Any = None,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
     **options: Any,
 ) -> nn.Module:
-    """Asserts that losses and all gradients over steps of SGD are those of one process with the whole batch. ``micro``
-    batches are added up for each step, of which only the last one reduces. ``step`` computes the loss of the sharded model,
-    if that is another function. Returns the sharded model."""
-    mesh = mesh_of(shape)
+    """Asserts that losses and all gradients over steps of an optimizer are those of one process with the whole batch.
+    ``micro`` batches are added up for each step, of which only the last one reduces. ``step`` computes the loss of the
+    sharded model, if that is another function. ``tensor`` is a tensor_parallel, in the place of the context. Returns the
+    sharded model."""
+    mesh = mesh_of(shape, "context" if tensor is None else "tensor")
     torch.manual_seed(0)
     whole = build()
-    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, context_parallel=context, **options)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (whole, model)]
+    parallel = {"context_parallel": context} if tensor is None else {"tensor_parallel": tensor}
+    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, **parallel, **options)
+    optimizers = [optimizer(m.parameters(), lr=0.1 if optimizer is torch.optim.SGD else 0.01) for m in (whole, model)]
     row = mesh.get_local_rank("data")
     for number in range(steps):
         for i in range(micro):
@@ -155,9 +159,12 @@ def train_both(
                 loss.backward()
             torch.testing.assert_close(loss.detach().float(), expected[row].detach(), rtol=tolerance, atol=tolerance)
         compare_gradients(model, whole, tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    if tensor is not None:
+        found = shardtrace.full_state_dict(model)
+        torch.testing.assert_close(found, dict(whole.state_dict()), rtol=10 * tolerance, atol=10 * tolerance)
     return model
 
 

@@ -137,7 +137,9 @@ def _flatten_faster() -> None:
 # What all forks have imported, Thunder after what makes it importable. The rest would take two seconds in each fork of
 # which a script or a test needs it; what is not installed is left out.
 PRELOADED = ["shardtrace", "thunder", "pytest"]
-PRELOADED += [f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "llama.modeling_llama")]
+PRELOADED += [
+    f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "llama.modeling_llama", "gemma2.modeling_gemma2")
+]
 PRELOADED += ["transformers.trainer", "lightning.fabric"]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOADED)

@@ -142,7 +142,7 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path, run_here, monkeypatch
 
 
 def test_rounded_communication_ends_at_the_same_loss(tmp_path):
-    options = [*TINY, "--steps=20", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
+    options = [*TINY, "--steps=10", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
     only = [f"--only={name}" for name in ("int8 both", "int4 reductions, error feedback")]
     out = run_on_two_ranks("gpt2/rounding.py", *options, *only)
     off = {

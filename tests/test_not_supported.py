@@ -33,7 +33,7 @@ class Writes(nn.Linear):
 
 
 def parallelism():
-    shardtrace.fsdp(net(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")))
+    shardtrace.fsdp(net(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stage")))
 
 
 def operators():
@@ -78,7 +78,7 @@ def switches():
 
 
 REFUSED = {
-    "tensor and pipeline parallelism": (parallelism, "mesh must have one dimension"),
+    "pipeline parallelism": (parallelism, "mesh must have one dimension"),
     "operators on parameters that DTensor lacks": (operators, "Cannot flatten unevenly sharded tensor"),
     "compiling code that branches on values of activations": (values, "depends on the values of tensors"),
     "a parameter that forward writes into": (writes, "weight"),

@@ -69,6 +69,7 @@ def run(job: Job, world: World) -> list[dict[str, Any]]:
     silent = World(dist.new_group(backend="fake"), world.device) if job.backend == "gloo" else None
     field = chosen(job.only, world.device.type, job.sizes.experts, job.world_size)
     first_kernels(world.device)
+    gc.freeze()  # garbage is collected before each measurement: not looked for among what was imported
     with progress_bar(iterable=field, desc=f"{job.setting}: build and compile", unit="contender") as bar:
         entrants, failed = [], {}
         for contender in bar:

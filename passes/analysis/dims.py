@@ -34,6 +34,10 @@ PRIMS: Mapping[Hashable, str] = {
 }
 
 
+CUTS = frozenset({"chunk", "split"})
+ATTENTION = "nn.functional.scaled_dot_product_attention"
+
+
 class TorchLine(NamedTuple):
     """A line of a trace as a call of torch.
 
@@ -104,6 +108,10 @@ def follow(line: TorchLine, number: int, split: Split) -> Placed | None:
         return None
     if line.name in RESHAPES:
         return _reshaped(line, split, of_operand=number)
+    if line.name in CUTS and (placed := _cut_equally(line, split, of_operand=number)) is not None:
+        return placed
+    if line.name == ATTENTION and (placed := _grouped(line, split, of_operand=number)) is not None:
+        return placed
     found = _relation(line)
     label = found.operands[number][split.dim] if found else None
     if found is None or label is None:
@@ -117,6 +125,10 @@ def lead(line: TorchLine, number: int, split: Split) -> Placed | None:
         return None
     if line.name in RESHAPES:
         return _reshaped(line, split)
+    if line.name in CUTS and (placed := _cut_equally(line, split)) is not None:
+        return placed
+    if line.name == ATTENTION and (placed := _grouped(line, split)) is not None:
+        return placed
     found = _relation(line)
     label = found.results[number][split.dim] if found else None
     if found is None or label is None:
@@ -175,8 +187,79 @@ def _reshaped(line: TorchLine, split: Split, of_operand: int | None = None) -> P
     return Placed((before, *like), (after,))
 
 
+def _cut_equally(line: TorchLine, split: Split, of_operand: int | None = None) -> Placed | None:
+    """A dim of several values of equal size, each of which is split, such as queries, keys and values. The split is
+    that of the operand, or of a result."""
+    dim, count = split.dim, len(line.results)
+    sizes = [r.shape[dim] if dim < r.ndim else 0 for r in line.results]
+    alike = all(_shape(r)[:dim] + _shape(r)[dim + 1 :] == _without(line.operands[0], dim) for r in line.results)
+    if len(line.operands) != 1 or not alike or sum(sizes) != line.operands[0].shape[dim] or len(set(sizes)) != 1:
+        return None
+    whole = split if of_operand is not None else split._replace(outer=split.outer * count)
+    if count == 1 or whole.outer % count:
+        return None
+    return Placed((whole,), (whole._replace(outer=whole.outer // count),) * count)
+
+
+def _without(t: TensorProxy, dim: int) -> Shape:
+    return (*t.shape[:dim], *t.shape[dim + 1 :])
+
+
+def _grouped(line: TorchLine, split: Split, of_operand: int | None = None) -> Placed | None:
+    """Attention in which several heads of queries share one of keys and values (``enable_gqa``), split along heads. The
+    split is that of an operand, or of the result."""
+    query, key, value, *mask = line.operands
+    heads, shared = (t.shape[1] if t.ndim == 4 else 0 for t in (query, key))
+    if not line.kwargs.get("enable_gqa") or heads == shared or mask or not shared or value.shape[1] != shared:
+        return None
+    each = heads // shared
+    inner = split.inner * each if of_operand in (1, 2) else split.inner
+    if split.dim != 1 or inner % each:
+        return None
+    queries, keys = split._replace(inner=inner), split._replace(inner=inner // each)
+    return Placed((queries, keys, keys), (queries,))
+
+
 def _is_reshape(line: TorchLine) -> bool:
     """False if it changes the dtype, or has other tensors among its arguments than those known."""
     count = 2 if line.name in LIKE_OTHER else 1
     sizes = pytree.tree_leaves((line.args[count:], line.kwargs))
     return len(line.operands) == count and all(type(size) is int for size in sizes)
+
+
+# ---- products ----
+
+
+class Product(NamedTuple):
+    """A product of activations and a matrix. ``inner``: the dim of the matrix that is summed."""
+
+    x: TensorProxy
+    weight: TensorProxy
+    bias: TensorProxy | None
+    inner: int
+
+
+def product_of(call: TorchLine | None) -> Product | None:
+    """The product that a line computes; None if it computes none, or another one."""
+    if call is None or len(call.operands) not in (2, 3):
+        return None
+    found: Product | None = None
+    if call.name == "nn.functional.linear" and call.kwargs.keys() <= {"bias"}:
+        x, weight, *bias = call.operands
+        found = Product(x, weight, bias[0] if bias else None, 1)
+    elif call.name == "addmm" and len(call.operands) == 3 and not call.kwargs:
+        added, x, weight = call.operands
+        found = Product(x, weight, added, 0)
+    elif call.name in ("matmul", "mm") and len(call.operands) == 2:
+        found = Product(*call.operands, None, 0)
+    if found is None or found.weight.ndim != 2 or found.x.ndim < 2:
+        return None
+    return found
+
+
+def without_bias(call: TorchLine, product: Product) -> TorchLine:
+    """The line that computes a product without its bias."""
+    operands = (product.x, product.weight)
+    if call.name == "addmm":
+        return call._replace(name="matmul", args=operands, kwargs={}, operands=operands)
+    return call._replace(args=(*operands, None), kwargs={}, operands=operands)

@@ -376,7 +376,11 @@ def _returned(part: BlockFunction) -> list[str]:
 
 def _work_of(bucket: Bucket) -> Hashable:
     """A key for the memory of a bucket's collectives, equal for the buckets of equal blocks, whenever they travel."""
-    members = ((p.full_shape, p.dtype, p.owner, p.plan, m.trainable) for m in bucket.members for p in [m.parameter])
+    members = (
+        (p.used_shape, p.shard_shape, p.dtype, p.owner, p.plan, m.trainable)
+        for m in bucket.members
+        for p in [m.parameter]
+    )
     return type(bucket), bucket.dtype, bucket.wire, tuple(members) or bucket.plan
 
 

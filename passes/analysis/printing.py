@@ -42,14 +42,15 @@ WIDTH = 110  # of comments
 # ---- types ----
 
 
-def type_text(proxy: Any) -> str:
-    """The type of a value: device, dtype and shape of a tensor; for a future, what is in flight. A dim of a sequence of
-    which ranks hold parts reads "8 of 16"."""
+def type_text(proxy: Any, bucket: Bucket | None = None) -> str:
+    """The type of a value: device, dtype and shape of a tensor; for a future, what is in flight, of ``bucket`` if it is
+    one's. A dim of a sequence of which ranks hold parts reads "8 of 16"."""
     if not isinstance(proxy, TensorProxy | FutureTensorProxy):
         return str(proxy.type_string())
     shape = tuple(d if isinstance(d, int) else int(d.value) for d in proxy.shape)
     if isinstance(proxy, FutureTensorProxy):
-        return f"future, {' x '.join(map(str, shape))} {proxy.dtype.shortname()}"
+        travels_as = proxy.dtype.shortname() if bucket is None or bucket.wire is None else bucket.travels_as
+        return f"future, {' x '.join(map(str, shape))} {travels_as}"
     sizes = list(map(str, shape))
     part = next((tag for tag in proxy.tags if isinstance(tag, Part)), None)
     if part is not None and part.is_of(shape):
@@ -62,7 +63,8 @@ def _with_types(bsym: BoundSymbol, *printables: Any) -> list[str]:
     code = default_python_printer(bsym, *printables)
     if isinstance(bsym.output, Proxy):
         code = code.removesuffix(f"  # {prettyprint(printables[0], with_type=True)}")
-    types = [f'{o.name}: "{type_text(o)}"' for o in bsym.flat_proxy_outs if not isinstance(o, AnyProxy)]
+    bucket = next((a for a in bsym.args if isinstance(a, Bucket)), None)
+    types = [f'{o.name}: "{type_text(o, bucket)}"' for o in bsym.flat_proxy_outs if not isinstance(o, AnyProxy)]
     if len(types) == 1 or (types and len(f"{code}  # {', '.join(types)}") < WIDTH):
         return [f"{code}  # {', '.join(types)}"]
     return [code, *_comment(types)]
@@ -159,6 +161,11 @@ def _shown(bsym: BoundSymbol, above: Iterable[str] = ()) -> BoundSymbol:
         source_filename=None,
         source_positions=None,
     )
+
+
+def line_text(bsym: BoundSymbol) -> str:
+    """A line by itself, for messages: its code, and the types of its results if they fit behind it."""
+    return str(_shown(bsym.from_bsym(header=""))).splitlines()[0]
 
 
 def _parts(bsym: BoundSymbol) -> list[BoundSymbol]:

@@ -45,6 +45,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
 from passes.analysis.calls import block_function, block_functions
+from passes.analysis.printing import line_text
 from passes.analysis.recognise import (
     bucket_of,
     ends_copies,
@@ -327,7 +328,7 @@ def verify_schedule(trace: TraceCtx) -> TraceCtx:
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
     shown = [
-        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i].from_bsym(header='')).splitlines()[0]}"
+        f"{'>' if i == at else ' '} {i:5d}  {line_text(lines[i])}"
         for i in range(max(0, at - 3), min(len(lines), at + 4))
     ]
     raise VerificationError("\n".join([f"{message} (line {at})", *shown]))
@@ -387,7 +388,7 @@ def _verify_traffic(trace: TraceCtx) -> None:
         if len(bsym.args[0]) != len(bucket.members):
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):
-            expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
+            expected = m.parameter.shard_shape if gathers else m.parameter.used_shape
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see layout.summed_to
             rest = bucket.rest_dtype
             dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)

@@ -79,10 +79,12 @@ class Part(ContextObject):
         return x.reshape(math.prod(x.shape[: split.dim]), split.outer, split.length, after)
 
     def chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """A part as (before, outer, 2 chunks, positions of a chunk, after)."""
+        """A part as (before, outer, chunks, positions of a chunk, after)."""
         split = self.split
         after = split.inner * math.prod(x.shape[split.dim + 1 :])
-        return x.reshape(math.prod(x.shape[: split.dim]), split.outer, 2, self.plan.chunk(split.length), after)
+        return x.reshape(
+            math.prod(x.shape[: split.dim]), split.outer, self.plan.pieces, self.plan.chunk(split.length), after
+        )
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """For each of this rank's chunks, its first position, its end, and the number of positions beyond the end."""
@@ -143,22 +145,25 @@ def _in_order(received: torch.Tensor, part: Part) -> torch.Tensor:
     """The parts of all ranks, (ranks, *part), put together."""
     ranks, split, shape = part.plan.ranks, part.split, received.shape[1:]
     size, end = part.plan.chunk(split.length), split.length
-    by_rank = torch.stack([part.chunks(x) for x in received.unbind(0)], 2)  # (before, outer, ranks, 2, chunk, after)
-    in_order = torch.cat([by_rank[:, :, :, 0], by_rank[:, :, :, 1].flip(2)], 2)
+    by_rank = torch.stack(
+        [part.chunks(x) for x in received.unbind(0)], 2
+    )  # (before, outer, ranks, pieces, chunk, after)
+    firsts, *seconds = by_rank.unbind(3)
+    in_order = torch.cat([firsts, *(chunks.flip(2) for chunks in seconds)], 2)
     before, outer, _, _, after = in_order.shape
-    rows = in_order.view(before, outer, 2 * ranks * size, after)[:, :, :end]
+    rows = in_order.view(before, outer, part.plan.pieces * ranks * size, after)[:, :, :end]
     return rows.reshape(part.whole_shape(tuple(shape))).contiguous()  # as PyTorch's own modules expect it
 
 
 def _by_rank(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """The parts for all ranks, (ranks, before, outer, 2, chunk, after), padded with zeros."""
-    ranks, size = part.plan.ranks, part.plan.chunk(part.split.length)
+    """The parts for all ranks, (ranks, before, outer, pieces, chunk, after), padded with zeros."""
+    ranks, pieces, size = part.plan.ranks, part.plan.pieces, part.plan.chunk(part.split.length)
     rows = part.rows(whole)
-    if missing := 2 * ranks * size - part.split.length:
+    if missing := pieces * ranks * size - part.split.length:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     before, outer, _, after = rows.shape
-    in_order = rows.reshape(before, outer, 2 * ranks, size, after)
-    by_rank = torch.stack([in_order[:, :, :ranks], in_order[:, :, ranks:].flip(2)], 3)
+    firsts, *seconds = rows.reshape(before, outer, pieces * ranks, size, after).split(ranks, 2)
+    by_rank = torch.stack([firsts, *(chunks.flip(2) for chunks in seconds)], 3)
     return by_rank.movedim(2, 0).contiguous()
 
 

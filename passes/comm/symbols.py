@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from enum import Flag, auto
 from typing import Any, NamedTuple
 
-from passes.comm import direct, native
+from passes.comm import cuts, direct, native
 from passes.compat.jit import symbol_that_calls
 from passes.compat.versions import is_profiling
 from passes.plan import Axis, Bucket, Level, Placement, ShardedParameter
@@ -135,7 +135,8 @@ def _pair(name: str) -> tuple[Run, Run]:
 
 
 def _function(name: str, bucket: Bucket) -> Run:
-    found: Run = getattr(direct if bucket.plan.direct else native, name)
+    transport = cuts if bucket.is_cut else direct if bucket.plan.direct else native
+    found: Run = getattr(transport, name)
     return found
 
 
@@ -230,7 +231,7 @@ def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureT
 def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
     dtype = bucket.plan.unsharded_dtype(bucket.rest_dtype)
     return tuple(
-        TensorProxy(shape=m.parameter.full_shape, device=future.device, dtype=dtype, requires_grad=m.trainable)
+        TensorProxy(shape=m.parameter.used_shape, device=future.device, dtype=dtype, requires_grad=m.trainable)
         for m in bucket.members
     )
 
@@ -358,6 +359,17 @@ class Kept(NamedTuple):
     total: torch.Tensor
 
 
+def _check_same_part(kept: Kept, parameter: ShardedParameter) -> None:
+    """Raises RuntimeError if a step has kept the gradient of another part than this one has."""
+    one, other = (p.cut.split if p.cut is not None else None for p in (kept.parameter, parameter))
+    if one != other:
+        raise RuntimeError(
+            f"no_sync has added up gradients of parameter {parameter.name!r} from steps that compute with another part "
+            "of it: reduce them before another method or part of the model is called, or choose its part by "
+            "TensorParallel(parameters={...})"
+        )
+
+
 class KeptGradients:
     """The gradients of a model that are not reduced yet, or not over replicas. They live from step to step."""
 
@@ -370,9 +382,12 @@ class KeptGradients:
         self.reducing &= bool(self.by_place)
         sums, addends = [], []
         for grad, m in zip(grads, bucket.members, strict=True):
-            grad = summed_to(grad, m.parameter.full_shape)
+            grad = summed_to(grad, m.parameter.used_shape)
             place = bucket.plan.axis, m.parameter.index
-            if (known := self.by_place.get(place)) is None:
+            known = self.by_place.get(place)
+            if known is not None:
+                _check_same_part(known, m.parameter)
+            if known is None:
                 dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
                 # a copy: two parameters may share a gradient, and backward's caller may own it
                 total = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -386,9 +401,12 @@ class KeptGradients:
     def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
         self.reducing = True
         known = [self.by_place.pop((bucket.plan.axis, m.parameter.index), None) for m in bucket.members]
+        for kept, m in zip(known, bucket.members, strict=True):
+            if kept is not None:
+                _check_same_part(kept, m.parameter)
         dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
         return tuple(
-            grad.to(dtype) if kept is None else kept.total.add_(summed_to(grad, m.parameter.full_shape))
+            grad.to(dtype) if kept is None else kept.total.add_(summed_to(grad, m.parameter.used_shape))
             for grad, kept, m in zip(grads, known, bucket.members, strict=True)
         )
 

@@ -53,6 +53,11 @@ class Bucket(ContextObject):
         self.numel = sum(m.numel for m in members)  # elements that this rank contributes
         self.full_numel = sum(m.parameter.full_numel for m in members)  # elements of all ranks, padding included
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a gather gives each rank its parts of the members, with which it computes."""
+        return self.members[0].parameter.cut is not None
+
     @cached_property
     def rest_dtype(self) -> dtypes.dtype:
         """The dtype of the members' shards."""
@@ -218,15 +223,16 @@ def group_uses(uses: Iterable[Use]) -> list[Group]:
     - "model": all parameters.
     - a size in MB: as many consecutive parameters as fit; a larger one by itself.
 
-    Parameters of different models, dtypes or devices never share a bucket. Within a bucket they are in the model's
-    order, like their shards in memory.
+    Parameters of different models, dtypes or devices never share a bucket, nor do whole ones and those that are cut.
+    Within a bucket they are in the model's order, like their shards in memory.
     """
     uses = list(uses)
     keys = {id(u): key for u, key in zip(uses, _keys(uses), strict=True)}
     buckets: dict[Hashable, list[Use]] = {}
     for use in uses:
         plan = use.parameter.plan
-        buckets.setdefault((id(plan), keys[id(use)], use.dtype, use.device), []).append(use)
+        key = id(plan), keys[id(use)], use.dtype, use.device, use.parameter.cut is not None
+        buckets.setdefault(key, []).append(use)
     return [Group(label, members) for bucket in buckets.values() for label, members in _pieces(bucket)]
 
 

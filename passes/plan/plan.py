@@ -5,7 +5,7 @@ whole on every rank. Parameters without elements are not part of a plan.
 
 Context parallelism. A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last
 ones may be shorter, and are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks
-then have the same work.
+then have the same work. In tensor parallelism, a dimension is cut into ``ranks`` chunks, of which rank r holds chunk r.
 """
 
 from __future__ import annotations
@@ -117,11 +117,12 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
-    """The ranks that hold the parts of a sequence.
+    """The ranks that hold the parts of a sequence, or of parameters.
 
     Args:
         ranks: how many they are.
         rank: this rank's number among them.
+        pieces: the chunks of each rank: 2 of a sequence, 1 of a parameter.
         attention: how queries of one rank see the keys of others: "gather" gathers keys and values, "ulysses" exchanges
             heads for positions where heads divide, "auto" does what sends less.
         axis: their process group in ``runtime``.
@@ -131,22 +132,26 @@ class ContextPlan:
     ranks: int
     rank: int = 0
     _: KW_ONLY
+    pieces: Literal[1, 2] = 2
     attention: Literal["auto", "gather", "ulysses"] = "auto"
     axis: Axis = Axis.CONTEXT
     direct: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
+    seats: tuple[
+        int, ...
+    ] = ()  # of the ranks over which parameters are sharded, in order: the number of each among these
 
     def chunk(self, length: int) -> int:
         """Positions of one chunk of a sequence, padding included."""
-        return -(-length // (2 * self.ranks))
+        return -(-length // (self.pieces * self.ranks))
 
     def local(self, length: int) -> int:
         """Positions that each rank holds of a sequence, padding included."""
-        return 2 * self.chunk(length)
+        return self.pieces * self.chunk(length)
 
-    def chunks_of(self, rank: int) -> tuple[int, int]:
-        """The numbers of the two chunks that a rank holds, in this order."""
-        return rank, 2 * self.ranks - 1 - rank
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the chunks that a rank holds, in this order."""
+        return (rank, 2 * self.ranks - 1 - rank)[: self.pieces]
 
     def part_of(self, split: Split) -> int:
         """Elements that each rank holds of a split dimension."""
@@ -303,7 +308,7 @@ class ShardedParameter:
     outside). ``index`` is its position among the model's parameters, ``dtype`` its dtype at rest (None: that of its
     bucket), ``owner`` the rank of the group that holds it if only one does, ``rest_device`` the device of its shard as
     torch prints it (empty: the one on which the parameter is used). ``is_distributed`` tells that it is a DTensor, of
-    the whole shape, at rest.
+    the whole shape, at rest. If it is ``cut``, a gather gives each rank its part only.
     """
 
     plan: BucketPlan
@@ -317,6 +322,7 @@ class ShardedParameter:
     owner: int = 0
     rest_device: str = ""
     is_distributed: bool = False
+    cut: Any = None  # the Part (passes.comm.sequence) with which this rank computes; None: the whole
 
     @cached_property
     def shard_shape(self) -> Shape:
@@ -328,8 +334,16 @@ class ShardedParameter:
         return (0, *self.full_shape[1:])
 
     @cached_property
+    def used_shape(self) -> Shape:
+        """The shape of what a gather gives."""
+        found: Shape = self.full_shape if self.cut is None else self.cut.local_shape(self.full_shape)
+        return found
+
+    @cached_property
     def full_numel(self) -> int:
-        """Elements of the parameter while it is unsharded, padding included."""
+        """Elements of the parameter, or of the part of it, while it is unsharded, padding included."""
+        if self.cut is not None:
+            return math.prod(self.used_shape)
         sharded = self.plan.placement is Placement.SHARD
         return self.plan.world_size * math.prod(self.shard_shape) if sharded else math.prod(self.full_shape)
 

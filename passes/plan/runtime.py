@@ -235,12 +235,13 @@ DONE = _Done()
 
 class Axis(Enum):
     """One of a model's process groups: all of its ranks, those that share one copy of its shards, those that hold the
-    same shard, or those that hold the parts of one sequence."""
+    same shard, those that hold the parts of one sequence, or those that compute with parts of parameters."""
 
     ALL = "all"
     SHARD = "shard"
     REPLICATE = "replicate"
     CONTEXT = "context"
+    TENSOR = "tensor"
 
 
 class Runtime(Protocol):

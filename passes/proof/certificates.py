@@ -7,7 +7,9 @@ the law, written down once more and without the layouts, plans and buffers of th
     rank r holds the rows r k to (r + 1) k of a parameter, with k = ceil(rows / ranks), or the whole, or nothing
     gathered: the whole, in the dtype of its use                        whatever the padding holds
     reduced: this rank's part of the sum, by the divisor                padded with zeros
+    if members are cut: each rank gets its chunk, and adds the gradient of its chunk
     a sequence of L positions: chunks r and 2 N - 1 - r of ceil(L / 2 N), or the whole, or some heads of the whole
+    a dim of a parameter of L positions: chunk r of ceil(L / N)
 
 The gradient of a collective A of sequences is its adjoint A': <A x, y> = <x, A' y> for all x and y. Inside the model
 <a, b> is the sum over ranks of what each one holds; at its border, where all hold the same, it is that of one rank.
@@ -24,7 +26,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_functions, block_of
 from passes.analysis.recognise import (
@@ -54,6 +56,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 SHAPES = ((5, 2), (3,), (4, 3))  # of the members: the last rank has padding, or nothing
+CUTS = {  # of the members of which two ranks have parts: how they are cut
+    (6, 4): Split(0, 1, 2, 3), (4,): Split(0, 1, 2, 2), (5, 4): Split(1, 1, 2, 2), (12, 2): Split(0, 3, 2, 2),
+}  # fmt: skip
 LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
 PATIENCE = 20.0  # seconds until a rank is taken for lost
 
@@ -209,9 +214,12 @@ class Case(NamedTuple):
     param: dtypes.dtype | None
     inner: bool  # whether other ranks reduce the result next
     wire: Wire | None
+    seats: tuple[int, ...] = ()  # of each rank, with which part of the members it computes; none: with the whole
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
+        if self.seats:
+            return tuple(CUTS)
         return LARGE if self.direct or self.wire is not None else SHAPES
 
 
@@ -249,12 +257,23 @@ def _is_by_a_users_wire(line: BoundSymbol) -> bool:
 
 def _case(line: Any, wait: Any) -> Case:
     bucket = bucket_of(line)
-    plan = bucket.plan
+    plan, seats = bucket.plan, _seats(bucket)
     return Case(
-        function_of(line), function_of(wait), line.sym.id in GATHERS, plan.placement, min(plan.world_size, 3),
+        function_of(line), function_of(wait), line.sym.id in GATHERS, plan.placement,
+        len(seats) or min(plan.world_size, 3),
         plan.direct, plan.averages, plan.sums, plan.divisor / plan.world_size, bucket.dtype, bucket.rest_dtype,
-        plan.param_dtype, plan.outer is not None, bucket.wire,
+        plan.param_dtype, plan.outer is not None, bucket.wire, seats,
     )  # fmt: skip
+
+
+def _seats(bucket: Bucket) -> tuple[int, ...]:
+    """The seats of two or four ranks that are like those of a bucket; none if its members are whole."""
+    if not bucket.is_cut:
+        return ()
+    given = bucket.members[0].parameter.cut.plan.seats
+    if len(given) == max(given) + 1:  # one for data
+        return 0, 1
+    return (0, 1, 0, 1) if given[1] == 1 else (0, 0, 1, 1)
 
 
 @lru_cache(maxsize=256)
@@ -272,14 +291,15 @@ def _found(case: Case) -> str:
         if case.gathers:
             given = [_part(v, i, case, rank, padding=7.0).to(rest) for i, v in enumerate(whole)]
         else:
-            given = [v.to(dtypes.to_torch_dtype(case.dtype)) for v in values[rank]]
+            given = [_used(v, case, rank).to(dtypes.to_torch_dtype(case.dtype)) for v in values[rank]]
         return case.finish(case.issue(tuple(given), bucket), bucket)
 
     found = _on_ranks(case.ranks, run)
-    total = [torch.stack(same).sum(0) / (case.share * case.ranks) for same in zip(*values, strict=True)]
+    added = [[_contributed(v, case, rank) for v in own] for rank, own in enumerate(values)]
+    total = [torch.stack(same).sum(0) / (case.share * case.ranks) for same in zip(*added, strict=True)]
     for rank, tensors in enumerate(found):
         for i, tensor in enumerate(tensors or ()):
-            expected = whole[i] if case.gathers else _part(total[i], i, case, rank)
+            expected = _used(whole[i], case, rank) if case.gathers else _part(total[i], i, case, rank)
             if tensor.shape != expected.shape:
                 return f"rank {rank} gets {tuple(tensor.shape)} for {tuple(expected.shape)}"
             if not expected.numel():
@@ -297,10 +317,39 @@ def _bucket(case: Case, rank: int, runtime: PlainRuntime) -> Bucket:
         sums=case.sums, divide_by=case.share * case.ranks, param_dtype=case.param, outer=outer, runtime=runtime,
     )  # fmt: skip
     members = tuple(
-        Member(ShardedParameter(plan, f"p{i}", s, "", index=i, dtype=case.rest, owner=i % case.ranks), trainable=True)
+        Member(
+            ShardedParameter(
+                plan, f"p{i}", s, "", index=i, dtype=case.rest, owner=i % case.ranks, cut=_cut_of(s, case, rank)
+            ),
+            trainable=True,
+        )
         for i, s in enumerate(case.shapes)
     )
     return Bucket("certificate", "b", plan, members, case.dtype, case.wire)
+
+
+def _cut_of(shape: tuple[int, ...], case: Case, rank: int) -> Part | None:
+    if not case.seats:
+        return None
+    return Part(ContextPlan(2, case.seats[rank], pieces=1, seats=case.seats), CUTS[shape])
+
+
+def _used(value: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+    """What a rank computes with, of a value, according to the law."""
+    if not case.seats:
+        return value
+    dim, *sizes = CUTS[tuple(value.shape)]
+    return value.unflatten(dim, sizes).select(dim + 1, case.seats[rank]).flatten(dim, dim + 1)
+
+
+def _contributed(gradient: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+    """A gradient of a whole value, of which a rank has that of what it computes with."""
+    if not case.seats:
+        return gradient
+    dim, *sizes = CUTS[tuple(gradient.shape)]
+    kept = torch.zeros(sizes[1]).index_fill(0, torch.tensor([case.seats[rank]]), 1.0)
+    shape = [1] * dim + [1, sizes[1], 1] + [1] * (gradient.dim() - dim - 1)
+    return (gradient.unflatten(dim, sizes) * kept.view(shape)).reshape(gradient.shape)
 
 
 def _part(value: torch.Tensor, i: int, case: Case, rank: int, padding: float = 0.0) -> torch.Tensor:
@@ -335,10 +384,12 @@ class Setting(NamedTuple):
     ranks: int
     direct: bool
     flattened: bool  # whether the dim of positions is flattened with others
+    pieces: Literal[1, 2]  # chunks of each rank
 
     @classmethod
     def of(cls, part: Part) -> Setting:
-        return cls(min(part.plan.ranks, 3), part.plan.direct, part.split.outer * part.split.inner > 1)
+        plan, split = part.plan, part.split
+        return cls(min(plan.ranks, 3), plan.direct, split.outer * split.inner > 1, plan.pieces)
 
     def values(self, draw: torch.Generator) -> list[torch.Tensor]:
         """A whole value of small integers for each rank."""
@@ -347,14 +398,20 @@ class Setting(NamedTuple):
 
     def part(self, rank: int, runtime: PlainRuntime) -> Part:
         """A rank's part of such a value."""
-        plan = ContextPlan(self.ranks, rank, direct=self.direct, runtime=runtime)
+        plan = ContextPlan(self.ranks, rank, pieces=self.pieces, direct=self.direct, runtime=runtime)
         return Part(plan, Split(0, 4 * self.ranks, LENGTH, 3) if self.flattened else Split.along(2, LENGTH))
 
     def held(self, form: str, whole: torch.Tensor, rank: int, padding: float) -> torch.Tensor:
         """A rank's share of a value: its "part", its "heads", or all of it."""
         if form == "part":
-            return _cut(whole, _positions(rank, self.ranks), padding)
+            return _cut(whole, _positions(rank, self.ranks, self.pieces), padding)
         return whole[:, 2 * rank : 2 * rank + 2] if form == "heads" else whole
+
+    def is_part(self, found: torch.Tensor, whole: torch.Tensor, rank: int) -> bool:
+        """Whether a rank's part of a whole value is that of the law, padding aside."""
+        inside = _positions(rank, self.ranks, self.pieces) < LENGTH
+        expected = self.held("part", whole, rank, 0.0)
+        return torch.equal(found.view(expected.shape)[:, :, inside], expected[:, :, inside])
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
         return value.reshape(-1) if self.flattened else value.contiguous()
@@ -403,17 +460,18 @@ def _found_of_sequence(case: Exchange) -> str:
             return f"rank {rank} gets {found.numel()} values for {expected.numel()}"
         found = found.view(expected.shape)
         if gives == "part":
-            inside = _positions(rank, setting.ranks) < LENGTH
+            inside = _positions(rank, setting.ranks, setting.pieces) < LENGTH
             found, expected = found[:, :, inside], expected[:, :, inside]
         if not torch.equal(found, expected):
             return f"rank {rank} gets {found.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
     return ""
 
 
-def _positions(rank: int, ranks: int) -> torch.Tensor:
+def _positions(rank: int, ranks: int, pieces: Literal[1, 2]) -> torch.Tensor:
     """The positions that a rank holds according to the law. Positions from LENGTH on are padding."""
-    size = -(-LENGTH // (2 * ranks))
-    return torch.cat([torch.arange(size) + number * size for number in (rank, 2 * ranks - 1 - rank)])
+    size = -(-LENGTH // (pieces * ranks))
+    numbers = (rank,) if pieces == 1 else (rank, 2 * ranks - 1 - rank)
+    return torch.cat([torch.arange(size) + number * size for number in numbers])
 
 
 def _cut(whole: torch.Tensor, positions: torch.Tensor, padding: float) -> torch.Tensor:
@@ -446,7 +504,7 @@ FORMS = {  # what collectives take and give; "equal": a whole that is the same o
 
 
 def wrong_gradients(split: TraceCtx) -> Iterator[str]:
-    """The collectives of a computation on parts of sequences whose gradients are not their adjoints."""
+    """The collectives of a computation on parts whose gradients are not their adjoints, and cuts of other parts."""
     blocks = [block for line in split.bound_symbols if (block := block_of(line)) is not None]
     lines = [line for trace in (split, *(b.trace for b in dict.fromkeys(blocks))) for line in trace.bound_symbols]
     cases = {
@@ -456,7 +514,7 @@ def wrong_gradients(split: TraceCtx) -> Iterator[str]:
     }
     for case, line in cases.items():
         if text := _outcome(_found_of_gradient, case):
-            yield f"the gradient of {line.sym.name} is not its adjoint: {text}"
+            yield f"{line.sym.name}, or its gradient, is not what its law says: {text}"
 
 
 @lru_cache(maxsize=256)
@@ -469,7 +527,7 @@ def _found_of_gradient(case: Gradient) -> str:
         for form, values in ((form, setting.values(draw)) for form in forms)
     )
 
-    def run(rank: int, runtime: PlainRuntime) -> tuple[float, float]:
+    def run(rank: int, runtime: PlainRuntime) -> tuple[float, float, bool]:
         given = setting.laid_out(setting.held(takes, x[rank], rank, 7.0))
         cotangent = setting.laid_out(setting.held(gives, y[rank], rank, 0.0))
         trace = TraceCtx()
@@ -478,9 +536,12 @@ def _found_of_gradient(case: Gradient) -> str:
             result = case.rule(a, setting.part(rank, runtime))
         values = {a.name: given}
         gradient = _run_with_gradient(trace.bound_symbols, values, cotangent)
-        return (values[result.name] * cotangent).sum().item(), (given * gradient).sum().item()
+        is_part = case.id != sequence.cut.id or setting.is_part(values[result.name], x[rank], rank)
+        return (values[result.name] * cotangent).sum().item(), (given * gradient).sum().item(), is_part
 
-    outs, ins = zip(*_on_ranks(setting.ranks, run), strict=True)
+    outs, ins, are_parts = zip(*_on_ranks(setting.ranks, run), strict=True)
+    if not all(are_parts):
+        return f"rank {are_parts.index(False)} cuts another part"
     left = outs[0] if gives == "border" else sum(outs)
     right = ins[0] if takes == "border" else sum(ins)
     return "" if abs(left - right) < 0.5 else f"<A x, y> = {left:g}, <x, A' y> = {right:g}"

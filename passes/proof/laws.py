@@ -10,18 +10,22 @@ Let ``part(plan, owner, v)`` be this rank's part of a whole value ``v`` under a 
     offload(v) = v
     accumulated(v) = v + kept                         and ``accumulate`` adds v to what is kept
 
+If a bucket's members are cut, its gather gives ``cut(v)``, and a gradient v of the part is ``widen(v)`` of the whole.
+
 Each law has conditions: the bucket is as its plan says, and each value is a part under this very plan. A line that does
 not meet them is an error. A value that travels with less precision than it had is noted as rounded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import bucket_of
 from passes.blocks import release
+from passes.comm.sequence import cut, widen
 from passes.comm.symbols import (
     GATHERS,
     OFFLOADS,
@@ -37,7 +41,7 @@ from passes.comm.symbols import (
 from passes.gradients import Uses, mark_unused, unless_unused
 from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
 from passes.plan.runtime import Sources
-from passes.proof.program import Evaluation, Law, Numbers, UnprovenError, Values, name_results
+from passes.proof.program import HOLE, Arguments, Evaluation, Law, Numbers, UnprovenError, Values, name_results
 
 import torch
 from thunder.core import dtypes
@@ -49,6 +53,9 @@ class InFlight(NamedTuple):
 
     bucket: Bucket
     values: tuple[int, ...]
+
+
+PART_OF_SUM = "part of sum"  # of a gradient and what was kept of it
 
 
 # ---- the expressions that laws make ----
@@ -94,12 +101,27 @@ def as_planned(line: BoundSymbol, bucket: Bucket, *, gathers: bool) -> None:
     planned = {(plan.unsharded_dtype if gathers else plan.reduced_dtype)(bucket.rest_dtype)}
     if not gathers and plan.reduce_dtype is None:  # as they are computed, also by the reduction before this one
         planned |= {g.dtype for g in line.args[0]}
+    _check_seats(line, bucket)
     both_float = dtypes.is_float_dtype(bucket.dtype) and dtypes.is_float_dtype(bucket.rest_dtype)
     if bucket.dtype not in planned and not (gathers and both_float):  # a pass may send less, which is rounding
         says = " or ".join(sorted(str(d.shortname()) for d in planned))
         raise UnprovenError(f"bucket {bucket.label} travels as {bucket.dtype.shortname()}, its plan says {says}", line)
     if bucket.wire is not None and bucket.wire.reduces is gathers:
         raise UnprovenError(f"bucket {bucket.label} travels by a wire of the other direction", line)
+
+
+def _check_seats(line: BoundSymbol, bucket: Bucket) -> None:
+    """Raises UnprovenError unless each rank of a bucket that is cut has a seat, and this rank the one of its part."""
+    plan = bucket.plan
+    for m in bucket.members:
+        part = m.parameter.cut
+        if (part is not None) is not bucket.is_cut:
+            raise UnprovenError(f"bucket {bucket.label} has whole members and such that are cut", line)
+        if part is not None:
+            seats = Counter(part.plan.seats)
+            even = sorted(seats) == list(range(part.plan.ranks)) and len(set(seats.values())) == 1
+            if not even or len(part.plan.seats) != plan.world_size or part.plan.seats[plan.rank] != part.plan.rank:
+                raise UnprovenError(f"{m.parameter.name} is cut for the ranks {part.plan.seats}, not for these", line)
 
 
 CACHED = frozenset({"unit", "permutation"})
@@ -166,7 +188,10 @@ def _arrived(line: BoundSymbol, values: Values) -> InFlight:
 def _gathered(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     future = _arrived(line, values)
     _rounds(evaluation, future.bucket, future.bucket.rest_dtype, line.flat_proxy_outs[0].dtype)
-    found = tuple(_whole_of(evaluation.numbers, m, v, line) for m, v in _members(line, future.bucket, future.values))
+    numbers = evaluation.numbers
+    found = tuple(
+        _used(numbers, m, _whole_of(numbers, m, v, line)) for m, v in _members(line, future.bucket, future.values)
+    )
     name_results(tuple(line.flat_proxy_outs), found, values)
 
 
@@ -181,10 +206,34 @@ def _whole_of(numbers: Numbers, member: Member, value: int, line: BoundSymbol) -
     raise UnprovenError(f"{numbers.text(value)} is gathered as {p.name}", line)
 
 
+def _used(numbers: Numbers, member: Member, whole: int) -> int:
+    """What a gather gives of a whole parameter: itself, or this rank's part."""
+    part = member.parameter.cut
+    return whole if part is None else numbers.of(cut.id, Arguments((HOLE, part), ()), (whole,))
+
+
+def _of_whole(numbers: Numbers, member: Member, gradient: int) -> int:
+    """The gradient of a whole parameter, of which a step has this: that of the whole, or of this rank's part."""
+    part = member.parameter.cut
+    if part is None:
+        return gradient
+    operation, constants, operands = numbers.expressions[gradient]
+    if operation == PART_OF_SUM and constants == part:
+        return operands[0]
+    return numbers.of(widen.id, Arguments((HOLE, part), ()), (gradient,))
+
+
+def _with_kept(numbers: Numbers, member: Member, plan: BucketPlan, gradient: int) -> int:
+    """A gradient, of the whole or of this rank's part, and what earlier steps have kept of it."""
+    total = with_kept(numbers, member.parameter, plan, _of_whole(numbers, member, gradient))
+    part = member.parameter.cut
+    return total if part is None else numbers.of(PART_OF_SUM, part, (total,))
+
+
 def _reduced(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     future, numbers = _arrived(line, values), evaluation.numbers
     found = tuple(
-        part(numbers, m.parameter, mean(numbers, future.bucket.plan, v))
+        part(numbers, m.parameter, mean(numbers, future.bucket.plan, _of_whole(numbers, m, v)))
         for m, v in _members(line, future.bucket, future.values)
     )
     name_results(tuple(line.flat_proxy_outs), found, values)
@@ -212,14 +261,15 @@ def _kept_second(evaluation: Evaluation, line: BoundSymbol, values: Values) -> N
 def _accumulated(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     given, bucket = line.args
     pairs = _members(line, bucket, evaluation.value(tuple(given), values))
-    found = tuple(with_kept(evaluation.numbers, m.parameter, bucket.plan, v) for m, v in pairs)
+    found = tuple(_with_kept(evaluation.numbers, m, bucket.plan, v) for m, v in pairs)
     name_results(tuple(line.flat_proxy_outs), found, values)
 
 
 def _accumulate(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     given, bucket = line.args
     for m, v in _members(line, bucket, evaluation.value(tuple(given), values)):
-        evaluation.effects.append(("keep", m.parameter.index, bucket.plan, v))
+        kept = _of_whole(evaluation.numbers, m, v)
+        evaluation.effects.append(("keep", m.parameter.index, bucket.plan, kept))
 
 
 def _marked(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:

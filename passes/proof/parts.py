@@ -1,4 +1,4 @@
-"""The proof that a computation on parts of sequences is the recorded one.
+"""The proof that a computation on parts of sequences, or of parameters, is the recorded one.
 
 Each value of the new computation has a form: it is the *whole* of a recorded value, this rank's *part* in some split,
 or on the way from one to the other. The laws of the collectives of sequences are, with ``n`` for a recorded value,
@@ -7,7 +7,8 @@ or on the way from one to the other. The laws of the collectives of sequences ar
     sum(sum n) = whole n                      exchange_heads(part n) = heads n, and back
 
 A line on parts is the part of the recorded line with the same operands that it would have if the table of dims
-(:mod:`passes.analysis.dims`) computed that line on parts. Attention, losses and slices have laws of their own.
+(:mod:`passes.analysis.dims`) computed that line on parts. Attention, losses and slices have laws of their own. The bias
+of a product may be added to the whole product.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_of
-from passes.analysis.dims import TorchLine, follow, lead, resized, torch_line
-from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack
+from passes.analysis.dims import TorchLine, follow, lead, product_of, resized, torch_line, without_bias
+from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
 from passes.comm import sequence as comm
 from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import call_of
+from passes.plan import Axis
 from passes.plan.plan import ContextPlan, Split
 from passes.proof.program import Numbers, constant, text_of
-from passes.sequence import attention_arguments, loss_arguments, of_each_dim, place
-from passes.split_sequence import Context, given_parts
+from passes.sequence import Context, attention_arguments, loss_arguments, of_each_dim, place
+from passes.split_sequence import given_parts
 
 import torch
 from thunder.core import dtypes
@@ -75,6 +77,10 @@ class UnknownForm(Exception):
 def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[str]:
     """Why a computation on parts is not shown to be the recorded one; nothing if it is."""
     proof = _Proof(context.plan)
+    of = f"on parts of {'sequences' if context.plan.axis is Axis.CONTEXT else 'parameters'}"
+    group = context.plan.runtime.group(context.plan.axis)
+    if group is not None and (context.plan.ranks, context.plan.rank) != (found := (group.size(), group.rank())):
+        yield f"{of}, rank {context.plan.rank} of {context.plan.ranks} is planned, the group has {found}"
     inputs = {p.name: proof.numbers.of("input", i) for i, p in enumerate(recorded.args)}
     values = dict(inputs)
     expected = proof.record(recorded, values)
@@ -85,21 +91,21 @@ def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[st
     for name, gather in given_parts(recorded).items():
         forms[name] = Form("part", values[gather.output.name], gather.args[1].split)
     try:
-        found = proof.follow(new, forms)
+        results = proof.follow(new, forms)
     except UnknownForm as error:
-        yield f"on parts of sequences, {error}"
+        yield f"{of}, {error}"
         return
     if proof.writes != proof.recorded_writes:
-        yield "on parts of sequences, other values are written"
-    for i, (number, form, proxy) in enumerate(zip(expected, found, _results(new), strict=True)):
+        yield f"{of}, other values are written"
+    for i, (number, form, proxy) in enumerate(zip(expected, results, _results(new), strict=True)):
         if form is None:
             continue
         if form.number != number:
-            yield f"on parts of sequences, output {i} is of another value"
+            yield f"{of}, output {i} is of another value"
         inexact = isinstance(proxy, TensorProxy) and dtypes.is_inexact_dtype(proxy.dtype)
         allowed = {"border", "part"} if context.returns_parts else {"border"}
         if form.kind not in allowed | ({"whole"} if proxy.name in inputs or not inexact else set()):
-            yield f"on parts of sequences, output {i} is {form.kind}, not {' or '.join(sorted(allowed))}"
+            yield f"{of}, output {i} is {form.kind}, not {' or '.join(sorted(allowed))}"
 
 
 @dataclass
@@ -110,6 +116,7 @@ class _Proof:
     recorded_writes: list[tuple[int, int]] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
     dtypes: dict[int, Any] = field(default_factory=dict)  # of the recorded values
+    biased: dict[tuple[int, ...], int] = field(default_factory=dict)  # by a product without its bias, and that: the sum
     draws: int = 0
 
     # ---- the recorded computation ----
@@ -141,9 +148,22 @@ class _Proof:
         results = tuple(self.numbers.of("result", i, (number,)) for i in range(len(outs)))
         entry = Known(call, constants, results, is_random(line))
         self.known.setdefault((name, operands), []).append(entry)
+        self._record_without_bias(call, values, results)
         for o, result in zip(outs, results, strict=True):
             values.setdefault(o.name, result)
             self.dtypes[result] = getattr(o, "dtype", None)
+
+    def _record_without_bias(self, call: TorchLine | None, values: dict[str, int], results: tuple[int, ...]) -> None:
+        """Of a product with a bias, the product too, to which ranks add the bias when they have added up its parts."""
+        product = product_of(call)
+        if call is None or product is None or product.bias is None or not values.keys() >= names(call.operands):
+            return
+        plain = without_bias(call, product)
+        operands = tuple(values[o.name] for o in plain.operands)
+        constants = constant((plain.args, plain.kwargs), []), _detached(plain)
+        number = self.numbers.of("without bias", (plain.name, constants), operands)
+        self.known.setdefault((plain.name, operands), []).append(Known(plain, constants, (number,), random=False))
+        self.biased[number, values[product.bias.name]] = results[0]
 
     # ---- the new one ----
 
@@ -164,6 +184,8 @@ class _Proof:
 
     def _forms(self, line: BoundSymbol, values: dict[str, Form]) -> Sequence[Form]:
         if (law := LAWS.get(line.sym.id)) is not None:
+            if line.args[1].plan is not self.plan:
+                raise UnknownForm(f"{printed(line)} is for another rank{place(line)}")
             form = law(values[line.args[0].name], line.args[1])
             if form is None:
                 raise UnknownForm(f"{printed(line)} is given {values[line.args[0].name].kind}{place(line)}")
@@ -175,6 +197,8 @@ class _Proof:
             if source.kind != "whole":
                 raise UnknownForm(f"{printed(line)} writes {source.kind}{place(line)}")
             self.writes.append((source.number, target.number))
+        if (result := self._with_bias(call, operands)) is not None:
+            return [Form("whole", result)]
         found = self._loss(call, operands) or self._attention(line, call, operands)
         if found is not None:
             return found
@@ -263,6 +287,13 @@ class _Proof:
             return None
         dim = split.dim - sum(isinstance(i, int) for i in recorded[: split.dim])
         return [Form("part", entry.results[0], Split.along(dim, stop))]
+
+    def _with_bias(self, call: TorchLine | None, operands: Sequence[Form]) -> int | None:
+        """The recorded product with a bias, if a line adds the bias to the product of all ranks."""
+        if call is None or call.name != "add" or any(f.kind != "whole" for f in operands):
+            return None
+        alpha = [*call.args[2:], *call.kwargs.values()]
+        return self.biased.get(tuple(f.number for f in operands)) if alpha in ([], [1]) else None
 
     # ---- attention and losses ----
 

@@ -55,7 +55,7 @@ from passes.proof.reference import (
     results_of,
 )
 from passes.proof.text import other_text
-from passes.split_sequence import Context
+from passes.sequence import Context
 
 from thunder.core.dtypes import is_inexact_dtype
 from thunder.core.prims import PrimIDs
@@ -181,7 +181,7 @@ class Record(NamedTuple):
         """The record after one more pass. ``begins``: whether all later passes must keep what it gives."""
         if not begins:
             return self._replace(last=last)
-        return self._replace(first=last, last=last, split=last if self.split is None else self.split)
+        return self._replace(first=last, last=last, split=last if self.split in (None, self.traced) else self.split)
 
 
 @dataclass(frozen=True)
@@ -531,7 +531,7 @@ def prove(
         border: the prologue and the epilogue; None if they are not known.
         functions: traces that run, each with its function; None: as it will be compiled.
     """
-    split = record.split if context is not None and record.split is not record.traced else None
+    split = record.split if context is not None and context.plan.ranks > 1 else None
     if context is not None and split is not None and (differences := tuple(unproven(record.traced, split, context))):
         return Proof("unproven", differences=differences)
     try:

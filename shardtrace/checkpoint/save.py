@@ -90,7 +90,13 @@ def sums_of(model: ModelState) -> dict[str, torch.Tensor]:
                 f"the gradient of parameter {name!r} is not reduced over replicas yet: save after the step that does, "
                 "outside of no_sync"
             )
-        if (kept := sums.by_place.get((parameter.plan.axis, parameter.index))) is not None:
+        kept = sums.by_place.get((parameter.plan.axis, parameter.index))
+        if kept is not None and kept.parameter.cut is not None:
+            raise CheckpointError(
+                f"the gradient of parameter {name!r}, of which tensor_parallel gives each rank a part, is not reduced "
+                "yet: save after the step that does, outside of no_sync"
+            )
+        if kept is not None:
             found[name] = kept.total
     return found
 

@@ -16,7 +16,14 @@ from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer
 from shardtrace.lightning import checkpoint
 from shardtrace.model.places import init_empty_weights
 from shardtrace.model.state import state_of
-from shardtrace.options.policies import Checks, InitPolicy, parse_context
+from shardtrace.options.policies import (
+    Checks,
+    ContextParallel,
+    InitPolicy,
+    TensorParallel,
+    parse_context,
+    parse_tensor,
+)
 from shardtrace.ranks.mesh import init_process_group
 from shardtrace.trainers import check_files
 from shardtrace.training.full import full_state_dict
@@ -71,17 +78,22 @@ def environment(strategy: Any) -> Iterator[None]:
         init_process_group(device, timeout=strategy.seconds, **({"device_id": device} if device.type == "cuda" else {}))
     yield
     if isinstance(strategy.mesh, tuple):
-        context = parse_context(strategy.options.get("context_parallel"))
-        names = ("replicate", "shard") if context is None else ("data", context.mesh_dim)
+        shared = _sharing(strategy.options)
+        names = ("replicate", "shard") if shared is None else ("data", shared.mesh_dim)
         strategy.mesh = init_device_mesh(strategy.root_device.type, strategy.mesh, mesh_dim_names=names)
 
 
+def _sharing(options: Mapping[str, Any]) -> ContextParallel | TensorParallel | None:
+    """The option that lets several ranks share a batch; None if each has its own."""
+    return parse_context(options.get("context_parallel")) or parse_tensor(options.get("tensor_parallel"))
+
+
 def sampling(strategy: Any, usual: dict[str, Any]) -> dict[str, Any]:
-    """How many replicas of the data there are, and which is this rank's: the ranks of one sequence share theirs."""
-    context, mesh = parse_context(strategy.options.get("context_parallel")), strategy.mesh
-    if context is None or not isinstance(mesh, DeviceMesh):
+    """How many replicas of the data there are, and which is this rank's: ranks that share a batch share theirs."""
+    shared, mesh = _sharing(strategy.options), strategy.mesh
+    if shared is None or not isinstance(mesh, DeviceMesh):
         return usual
-    others = [name for name in mesh.mesh_dim_names or () if name != context.mesh_dim]
+    others = [name for name in mesh.mesh_dim_names or () if name != shared.mesh_dim]
     replicas, rank = 1, 0
     for name in others:
         replicas, rank = replicas * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
@@ -134,7 +146,7 @@ class ShardtraceStrategy(DDPStrategy):
             of your own, or jit a function that calls the model.
         executors: those of ``thunder.jit``.
         mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
-            context).
+            context), and for ``tensor_parallel``, (data, tensor).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method, accelerator, parallel_devices, cluster_environment, precision: as for
             Fabric's DDPStrategy.
@@ -351,7 +363,7 @@ class ShardtraceTrainerStrategy(strategies.DDPStrategy):
     Args:
         sharding_strategy: as for :func:`shardtrace.fsdp`.
         mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
-            context).
+            context), and for ``tensor_parallel``, (data, tensor).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method: as for Lightning's DDPStrategy.
         options: further arguments of :func:`shardtrace.fsdp`, without ``InitPolicy.device`` and ``Checks.timeout``.

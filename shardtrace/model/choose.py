@@ -357,6 +357,7 @@ def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
         device,
         hybrid=hybrid,
         context=options.context.mesh_dim if options.context else None,
+        tensor=options.tensor.mesh_dim if options.tensor else None,
         timeout=options.checks.timeout,
     )
     tell_others_of_failure(groups.everyone)

@@ -165,8 +165,8 @@ class ShardedState:
         strategy, _, precision, gather = key
         entries = [e for e in self.entries if e.plan_key == key]
         home, factor = entries[0].home, self.options.comm.gradient_divide_factor
-        if factor is None and self.groups.context is not None:  # ranks of one sequence add up what it contributes
-            factor = self.group.size() / self.groups.context.size()
+        if factor is None and self.groups.sharing is not None:  # ranks of one batch add up what they contribute
+            factor = self.group.size() / self.groups.sharing.size()
         common = self._common(strategy, entries)
         devices = {e.device.type for e in entries}
         param_dtype, reduce_dtype = (precision.param_dtype, precision.reduce_dtype) if precision else (None, None)
@@ -647,11 +647,11 @@ class ModelRuntime:
         divisor: float | None = None,
     ) -> None:
         self.groups = groups
-        ranks = groups.everyone.size() / (groups.context.size() if groups.context is not None else 1)
+        ranks = groups.everyone.size() / (groups.sharing.size() if groups.sharing is not None else 1)
         self.divisor: float | None = ranks if divisor is None else divisor
         self._by_axis = {
             Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer,
-            Axis.CONTEXT: groups.context,
+            Axis.CONTEXT: groups.context, Axis.TENSOR: groups.tensor,
         }  # fmt: skip
         self.kept = KeptGradients()
         self.errors: dict[tuple[Axis, int], torch.Tensor] = {}  # what rounded reductions have lost

@@ -39,11 +39,13 @@ from passes.kernels import executor as kernels
 from passes.kernels.registration import fuses
 from passes.kernels.torch_call import call_of
 from passes.pipeline import Compilation, Facts, FirstStage, Observe, Pass, pipeline
-from passes.plan import Gradients, ShardedParameter
+from passes.plan import Axis, Gradients, ShardedParameter
 from passes.plan.plan import ContextPlan, Split
-from passes.split_sequence import Context
+from passes.sequence import Context
+from passes.split_parameters import Tensors
 from shardtrace.model.shards import current
 from shardtrace.model.state import REMEDY, ShardedState, link_of, own_state, refuse_shard, states_in
+from shardtrace.options.policies import TensorParallel
 from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.mesh import is_alone, transport
 from shardtrace.ranks.progress import compiling
@@ -74,7 +76,7 @@ from torch import nn
 
 
 def context_of(states: Sequence[ShardedState], facts: Facts) -> Context | None:
-    """How the models' sequences are split over ranks; None if each rank has whole ones.
+    """How the models' sequences or parameters are split over ranks; None if each rank computes with whole ones.
 
     Raises RuntimeError if another model of the jitted function splits them in another way.
     """
@@ -83,14 +85,16 @@ def context_of(states: Sequence[ShardedState], facts: Facts) -> Context | None:
     for state, context in zip(states, found, strict=True):
         if not _is_same(context, known):
             raise RuntimeError(
-                f"{state.model_name} is computed together with a model that splits sequences over other ranks, or in "
-                "another way, or not at all: pass the same mesh and the same context_parallel to fsdp() for both, or "
-                "jit them apart"
+                f"{state.model_name} is computed together with a model that splits sequences or parameters over other "
+                "ranks, or in another way, or not at all: pass the same mesh and the same context_parallel or "
+                "tensor_parallel to fsdp() for both, or jit them apart"
             )
     return known
 
 
 def _context_of(state: ShardedState) -> Context | None:
+    if state.options.tensor is not None:
+        return tensors_of(state, state.options.tensor)
     plan, options = plan_of(state), state.options.context
     if plan is None or options is None:
         return None
@@ -106,6 +110,23 @@ def plan_of(state: ShardedState) -> ContextPlan | None:
     return ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
 
 
+def tensors_of(state: ShardedState, options: TensorParallel) -> Tensors:
+    """How a model's parameters are split over ranks."""
+    group = state.groups.tensor
+    assert group is not None
+    direct = transport(group, {e.device.type for e in state.entries}).direct
+    plan = ContextPlan(
+        group.size(),
+        group.rank(),
+        pieces=1,
+        axis=Axis.TENSOR,
+        direct=direct,
+        runtime=state.runtime,
+        seats=state.groups.seats,
+    )
+    return Tensors(plan, hows=options.hows(e.name for e in state.entries))
+
+
 def _is_same(one: Context | None, other: Context | None) -> bool:
     """Whether sequences are split alike, over the same ranks."""
 
@@ -113,7 +134,7 @@ def _is_same(one: Context | None, other: Context | None) -> bool:
         if context is None or context.plan.ranks == 1:
             return ()
         plan = context.plan
-        return plan.runtime.group(plan.axis), plan.attention, context.dim, context.returns_parts
+        return plan.runtime.group(plan.axis), plan.axis, plan.attention, context.dim, context.returns_parts
 
     return ways(one) == ways(other)
 
@@ -156,9 +177,9 @@ def wholes(state: ShardedState, context: Context | None) -> Callable[[TensorProx
 
 
 def compare_batches(state: ShardedState, given: Mapping[str, torch.Tensor]) -> None:
-    """Raises RankMismatchError on all ranks of a sequence if they were given different batches. Compares the first one
-    of these shapes, so that a rank that compiles again by itself does not wait for the others."""
-    group = state.groups.context
+    """Raises RankMismatchError on all ranks that share a batch if they were given different ones. Compares the first
+    one of these shapes, so that a rank that compiles again by itself does not wait for the others."""
+    group = state.groups.sharing
     shapes = tuple((name, t.dtype, t.shape) for name, t in sorted(given.items()))
     if group is None or is_alone(group) or takes_parts(state) or shapes in state.compared:
         return
@@ -167,7 +188,8 @@ def compare_batches(state: ShardedState, given: Mapping[str, torch.Tensor]) -> N
         f"the batch that {state.model_name} is given",
         [f"{name}: {dtype} of shape {tuple(shape)}, {_digest(given[name])}" for name, dtype, shape in shapes],
         timeout=state.options.checks.timeout,
-        hint="the ranks of one sequence need the same batch: let the sampler count the data ranks of the mesh",
+        hint="the ranks of context_parallel or tensor_parallel need the same batch: let the sampler count the data "
+        "ranks of the mesh",
     )
     state.compared.add(shapes)
 

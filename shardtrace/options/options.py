@@ -18,12 +18,14 @@ from shardtrace.options.policies import (
     ContextParallel,
     InitPolicy,
     MemoryBudget,
+    TensorParallel,
     WireRules,
     parse_context,
     parse_gather_dtype,
     parse_memory,
     parse_precision,
     parse_reduce_wire,
+    parse_tensor,
 )
 from shardtrace.options.strategy import Checkpointed, Rules, Wrap, is_wrap, parse_bucketing_strategy, parse_rules
 
@@ -144,6 +146,7 @@ class Options:
     compile: CompilePolicy
     checks: Checks
     context: ContextParallel | None = None
+    tensor: TensorParallel | None = None
     memory: MemoryBudget | None = None
     nodes_of: int | None = None  # the ranks of a node, if the mesh of second shards is to be made of them
 
@@ -151,6 +154,7 @@ class Options:
         """What must be equal on all ranks, which compare it."""
         shown: dict[str, Any] = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
         shown |= {"context_parallel": self.context} if self.context is not None else {}
+        shown |= {"tensor_parallel": self.tensor} if self.tensor is not None else {}
         shown |= {"memory": self.memory.bytes} if self.memory is not None else {}
         for policy in (self.init, self.comm, self.compile, self.checks):
             shown |= {name: value for name, value in vars(policy).items() if name not in NOT_COMPARED}
@@ -169,6 +173,10 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         checks = replace(checks, steps=True)
     if checks.prove is None and os.environ.get("SHARDTRACE_PROVE") == "1":
         checks = replace(checks, prove=True)
+    if given["context_parallel"] is not None and given["tensor_parallel"] is not None:
+        raise ValueError("context_parallel and tensor_parallel cannot be combined yet: pass one of them")
+    if given.get("memory") is not None and given["tensor_parallel"] is not None:
+        raise ValueError("memory and tensor_parallel cannot be combined yet: pass one of them")
     precision, bucketing = parse_precision(given["mp_policy"]), given["bucketing_strategy"]
     wrap = bucketing if is_wrap(bucketing) else None
     return Options(
@@ -185,6 +193,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         compile=given["compile_policy"],
         checks=checks,
         context=parse_context(given["context_parallel"]),
+        tensor=parse_tensor(given["tensor_parallel"]),
         memory=parse_memory(given.get("memory")),
         nodes_of=ranks_after_forward(spelling.get("reshard_after_forward")),
     )

@@ -6,8 +6,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -493,9 +493,9 @@ class ContextParallel:
             raise ValueError(f"sequence_dim must be the number of a dimension from the left, not {self.sequence_dim!r}")
         if self.attention not in ("auto", "gather", "ulysses"):
             raise ValueError(f'attention must be "auto", "gather" or "ulysses", not {self.attention!r}')
-        for field in ("arguments", "returns"):
-            if getattr(self, field) not in ("whole", "part"):
-                raise ValueError(f'{field} must be "whole" or "part", not {getattr(self, field)!r}')
+        for name in ("arguments", "returns"):
+            if getattr(self, name) not in ("whole", "part"):
+                raise ValueError(f'{name} must be "whole" or "part", not {getattr(self, name)!r}')
 
 
 def parse_context(given: ContextParallel | str | None) -> ContextParallel | None:
@@ -503,6 +503,63 @@ def parse_context(given: ContextParallel | str | None) -> ContextParallel | None
     if given is not None and not isinstance(given, (str, ContextParallel)):
         raise TypeError(f"context_parallel must be the name of a mesh dimension or ContextParallel(...), not {given!r}")
     return ContextParallel(given) if isinstance(given, str) else given
+
+
+CUTS = ("colwise", "rowwise", "whole")
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Products in parts: each rank of a mesh dimension computes with its part of the parameters.
+
+    Args:
+        mesh_dim: the name of that dimension.
+        parameters: how some parameters are cut, by patterns of their names, of which the first that matches counts:
+            "colwise" (each rank computes some columns of a product), "rowwise" (each rank computes a part of its sum,
+            which ranks add up), or "whole". The others are chosen: a product whose input comes, element by element or
+            by attention, from other products is rowwise, and those are colwise.
+
+    The ranks of the dimension must be given the same batch. The first batch of each shape is compared.
+
+    Raises:
+        ValueError, TypeError: the error names the field and the values that it accepts.
+
+    Source: Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), section 3.
+    """
+
+    mesh_dim: str
+    parameters: Mapping[str, Literal["colwise", "rowwise", "whole"]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check("mesh_dim", self.mesh_dim, str, "the name of a mesh dimension")
+        if not isinstance(self.parameters, Mapping) or not all(isinstance(p, str) for p in self.parameters):
+            raise TypeError(f"parameters must be a mapping of patterns of names, not {self.parameters!r}")
+        for pattern, how in self.parameters.items():
+            if how not in CUTS:
+                raise ValueError(f"parameters[{pattern!r}] must be {', '.join(map(repr, CUTS))}, not {how!r}")
+
+    def hows(self, names: Iterable[str]) -> dict[str, Any]:
+        """How parameters of these names are cut, by name, without those that are chosen.
+
+        Raises ValueError for a pattern that matches none.
+        """
+        names, unused = list(names), dict.fromkeys(self.parameters)
+        found: dict[str, Any] = {}
+        for name in names:
+            pattern = next((p for p in self.parameters if fnmatchcase(name, p)), None)
+            if pattern is not None:
+                found[name] = self.parameters[pattern]
+                unused.pop(pattern, None)
+        if unused:
+            raise ValueError(f"no parameter matches {next(iter(unused))!r} of tensor_parallel")
+        return found
+
+
+def parse_tensor(given: TensorParallel | str | None) -> TensorParallel | None:
+    """The checked ``tensor_parallel`` of ``fsdp``."""
+    if given is not None and not isinstance(given, (str, TensorParallel)):
+        raise TypeError(f"tensor_parallel must be the name of a mesh dimension or TensorParallel(...), not {given!r}")
+    return TensorParallel(given) if isinstance(given, str) else given
 
 
 def whole_sequences(options: Mapping[str, Any]) -> dict[str, Any]:

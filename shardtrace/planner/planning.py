@@ -77,6 +77,10 @@ def degrees(task: Task, context: Context) -> Iterator[int]:
     Raises:
         ValueError: if there is no such degree for these ranks, inputs and options.
     """
+    if task.fixed.get("tensor_parallel") is not None:
+        raise ValueError(
+            "plans cannot choose beside tensor_parallel yet: pass tensor_parallel to fsdp(), without a plan"
+        )
     if context is None:
         if task.fixed.get("context_parallel") is not None:
             raise ValueError('context_parallel is fixed: say over how many ranks, with context=8 or context="auto"')

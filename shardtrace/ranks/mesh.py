@@ -25,7 +25,8 @@ import os
 import time
 import uuid
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeGuard
+from itertools import product
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -175,27 +176,44 @@ Mesh = DeviceMesh | dist.ProcessGroup
 
 class Groups(NamedTuple):
     """The process groups of a model: all of its ranks, those that share one copy of its shards, those that hold the
-    same shard (None unless a strategy is hybrid), and those that hold the parts of one sequence (None if ranks have
-    whole sequences). ``mesh`` has the same ranks: in two dimensions, ``outer`` and ``inner``, for a hybrid strategy."""
+    same shard (None unless a strategy is hybrid), those that hold the parts of one sequence (None if ranks have whole
+    sequences), and those that compute with parts of parameters (None if ranks use whole ones). ``mesh`` has the same
+    ranks: in two dimensions, ``outer`` and ``inner``, for a hybrid strategy."""
 
     mesh: DeviceMesh
     everyone: dist.ProcessGroup
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    seats: tuple[int, ...] = ()  # of all ranks, in order: the number of each among those that share its batch
+
+    @property
+    def sharing(self) -> dist.ProcessGroup | None:
+        """The ranks that are given one batch; None if each has its own."""
+        return self.context if self.context is not None else self.tensor
 
 
 def resolve_groups(
-    mesh: Mesh | None, device: torch.device, *, hybrid: bool, context: str | None = None, timeout: float = 300.0
+    mesh: Mesh | None,
+    device: torch.device,
+    *,
+    hybrid: bool,
+    context: str | None = None,
+    tensor: str | None = None,
+    timeout: float = 300.0,
 ) -> Groups:
     """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard). ``context`` is the name of the
-    dimension of a mesh whose ranks hold the parts of one sequence.
+    dimension of a mesh whose ranks hold the parts of one sequence, ``tensor`` that of ranks that compute with parts of
+    parameters.
 
-    Raises ValueError if a hybrid strategy or a context gets another mesh, otherwise the errors of
+    Raises ValueError if a hybrid strategy, a context or a tensor gets another mesh, otherwise the errors of
     :func:`resolve_group`.
     """
     if context is not None:
-        return _with_context(mesh, context, hybrid=hybrid)
+        return _sharing("context", mesh, context, hybrid=hybrid)
+    if tensor is not None:
+        return _sharing("tensor", mesh, tensor, hybrid=hybrid)
     if not hybrid:
         group = resolve_group(mesh, device, timeout)
         mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, device.type)
@@ -211,22 +229,26 @@ def resolve_groups(
     return Groups(mesh, _everyone(mesh), mesh.get_group(1), mesh.get_group(0))
 
 
-def _with_context(mesh: Mesh | None, context: str, *, hybrid: bool) -> Groups:
-    if not isinstance(mesh, DeviceMesh) or context not in (mesh.mesh_dim_names or ()):
+def _sharing(kind: Literal["context", "tensor"], mesh: Mesh | None, dim: str, *, hybrid: bool) -> Groups:
+    """The groups of a mesh of which the ranks of one dimension are given one batch."""
+    if not isinstance(mesh, DeviceMesh) or dim not in (mesh.mesh_dim_names or ()):
         found = f"one of {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(
-            f"context_parallel={context!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
-            "mesh=torch.distributed.init_device_mesh(device_type, (data, context), "
-            f'mesh_dim_names=("data", {context!r}))'
+            f"{kind}_parallel={dim!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
+            f"mesh=torch.distributed.init_device_mesh(device_type, (data, {kind}), "
+            f'mesh_dim_names=("data", {dim!r}))'
         )
     if hybrid:
         raise ValueError(
-            "context_parallel shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
+            f"{kind}_parallel shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
             'strategy or "zero3_secondary": choose "zero3", "zero2" or "ddp"'
         )
     everyone = _everyone(mesh)
     flat = DeviceMesh.from_group(everyone, mesh.device_type)
-    return Groups(flat, everyone, everyone, context=mesh.get_group(context))
+    along = (mesh.mesh_dim_names or ()).index(dim)
+    seat_of = {int(mesh.mesh[place]): place[along] for place in product(*map(range, mesh.mesh.shape))}
+    seats = tuple(seat_of[rank] for rank in dist.get_process_group_ranks(everyone))
+    return Groups(flat, everyone, everyone, seats=seats, **{kind: mesh.get_group(dim)})
 
 
 def _everyone(mesh: DeviceMesh) -> dist.ProcessGroup:

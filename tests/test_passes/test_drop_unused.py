@@ -90,7 +90,7 @@ class Mixture(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_experts_without_tokens_on_some_ranks_are_as_under_ddp(strategy):
     """Each rank chooses other experts. No_sync sums two of the steps."""
     eager = Mixture()

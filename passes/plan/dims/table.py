@@ -81,6 +81,18 @@ def _slices(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Ar
     return (args[0], tuple(items), *args[2:]), kwargs
 
 
+def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
+    """torch.split. Pieces of a dim that is split itself are of equal size."""
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(change.operand)
+    if change.whole[dim] == change.result[dim]:
+        return args, kwargs
+    size = change.result[dim]
+    for name in ("split_size_or_sections", "split_size"):
+        if name in kwargs:
+            return args, {**kwargs, name: size if type(kwargs[name]) is int else [size] * len(kwargs[name])}
+    return (args[0], size if type(args[1]) is int else [size] * len(args[1]), *args[2:]), kwargs
+
+
 def _unflattened(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
     first = (args[1] if len(args) > 1 else kwargs["dim"]) % len(change.operand)
     sizes = change.result[first : first + len(change.result) - len(change.operand) + 1]
@@ -96,6 +108,7 @@ RESIZE: Mapping[str, Resize] = {
     "prims.broadcast_in_dim": _shape_after(1, "shape"),
     **dict.fromkeys(("getitem", "setitem"), _slices),
     "narrow": _range,
+    "split": _cut,
     "unflatten": _unflattened,
 }
 

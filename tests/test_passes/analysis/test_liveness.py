@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import shardtrace
+from passes.analysis import liveness
+from passes.analysis.dry_run import dry_run
 from passes.analysis.liveness import KINDS, step_liveness
+from passes.kernels.torch_call import Line
 from shardtrace.options.policies import grouped
 
 import pytest
@@ -186,10 +189,36 @@ def memory_of(trace):
 
 
 def test_work_is_linear_in_lines():
-    chains = [chain(n) for n in (4, 8, 16)]
+    chains = [chain(n) for n in (2, 4, 8)]
     count_calls(memory_of, chains[0])  # fills caches
     small, medium, large = (count_calls(memory_of, trace) for trace in chains)
     assert large - medium <= 2.1 * (medium - small)
+
+
+class TorchCalls(nn.Module):
+    """Two calls of torch, of which each takes its two tensors in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return torch.logaddexp2(y, torch.logaddexp2(y[:1], y))
+
+
+def test_calls_of_torch_are_run_for_the_first_step_only(fake_ranks, monkeypatch):
+    fake_ranks(2)
+    forward, backward = traces(compile_fake(TorchCalls, torch.ones(3, 4)))
+    facts = {}
+    expected = step_liveness(forward, backward, facts=facts)
+    ran = []
+    monkeypatch.setattr(liveness, "dry_run", lambda bsym, values: ran.append(bsym.sym.id) or dry_run(bsym, values))
+    step_liveness(forward, backward)
+    assert any(isinstance(line, Line) for line in ran)
+    ran.clear()
+    assert step_liveness(forward, backward, facts=facts) == expected
+    assert not any(isinstance(line, Line) for line in ran)
 
 
 # ---- against the profiler ----

@@ -194,6 +194,15 @@ def test_fusions_say_what_they_compute_and_where(fake_ranks):
     assert "      # " not in printed
 
 
+def test_what_a_wire_carries(fake_ranks):
+    fake_ranks(2)
+    policy = shardtrace.CommPolicy(gather_dtype="int8")
+    cmodel = compile_fake(two_layers, torch.ones(8, 64), comm_policy=policy)
+    printed = str(thunder.last_traces(cmodel)[-1])
+    assert re.search(r'all_gather\(\(t_0_weight,\), b_0_int8\)  # ft\d+: "future, 4096 int8"', printed)
+    assert "# b_0_int8: ZeRO-3 over 2 ranks, 4,096 int8, " in printed
+
+
 def test_members_of_a_bucket_share_what_their_names_begin_with():
     plan = BucketPlan("Net", world_size=2, strategy="zero2")
 

@@ -43,6 +43,12 @@ def test_each_rank_has_an_early_and_a_late_chunk():
     assert parts == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
+def test_each_rank_has_one_chunk_of_a_parameter():
+    x = torch.arange(12)
+    parts = [local_part(x, Part(ContextPlan(2, r, pieces=1), Split(0, 3, 2, 2))).tolist() for r in range(2)]
+    assert parts == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+
+
 def test_padding_repeats_the_last_position_or_is_filled():
     x = torch.arange(5)
     assert local_part(x, Part(ContextPlan(2, 0), Split.along(0, 5))).tolist() == [0, 1, 4, 4]
@@ -59,9 +65,10 @@ def test_the_parts_of_all_ranks_are_the_whole(split, shape):
 
 @on_ranks(2)
 @cases
-def test_gather_and_scatter(split, shape):
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_gather_and_scatter(split, shape, pieces):
     rank = dist.get_rank()
-    part = Part(ContextPlan(2, rank, direct=True, runtime=PlainRuntime(dist.group.WORLD)), split)
+    part = Part(ContextPlan(2, rank, pieces=pieces, direct=True, runtime=PlainRuntime(dist.group.WORLD)), split)
     x, gradients = whole(shape), [whole(shape, seed) for seed in (1, 2)]
     found = _wait_gather(_issue_gather(local_part(x, part), part), part)
     torch.testing.assert_close(found, x, rtol=0, atol=0)

@@ -1,8 +1,12 @@
 """Collectives that do something else than their laws say are found without another rank."""
 
+import functools
+
 import shardtrace  # isort: split
 
-from passes.comm import direct, native, quantized, sequence
+from dataclasses import replace
+
+from passes.comm import cuts, direct, native, quantized, sequence
 from passes.plan.layout import ShardLayout
 from passes.proof import certificates
 from shardtrace import CommPolicy, ContextParallel
@@ -41,14 +45,25 @@ def proof_of(**options):
         return shardtrace.prove(jitted)
 
 
-def proof_of_sequence(attention):
-    with fake_ranks(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-        context, checks = ContextParallel("context", attention=attention), shardtrace.Checks(prove=False)
-        jitted = thunder.jit(shardtrace.fsdp(hugging_face("Llama"), mesh=mesh, context_parallel=context, checks=checks))
+@pytest.fixture(scope="module")
+def proof_of_sequence():
+    """A proof of a step that is compiled once for each kind of attention: its collectives are run at each proof."""
+
+    @functools.cache
+    def compiled(attention):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "inner"))
+        if attention == "tensor":
+            options = {"tensor_parallel": "inner"}
+        else:
+            options = {"context_parallel": ContextParallel("inner", attention=attention)}
+        model = shardtrace.fsdp(hugging_face("Llama"), mesh=mesh, checks=shardtrace.Checks(prove=False), **options)
+        jitted = thunder.jit(model)
         x = torch.randint(1, VOCAB, (2, 13))
         jitted(input_ids=x, labels=x)
-        return shardtrace.prove(jitted)
+        return jitted
+
+    with fake_ranks(4):
+        yield lambda attention: shardtrace.prove(compiled(attention))
 
 
 def changed(owner, name, wrong):
@@ -111,8 +126,10 @@ def turned(future):
 
 
 @pytest.mark.parametrize("what", MIXED)
-def test_a_collective_of_sequences_that_breaks_its_law_is_found(what, monkeypatch):
+def test_a_collective_of_sequences_that_breaks_its_law_is_found(proof_of_sequence, what, monkeypatch):
     attention, patch = MIXED[what]
+    assert proof_of_sequence(attention).verdict == "proven"
+    certificates._found_of_sequence.cache_clear()
     monkeypatch.setattr(*patch)
     assert "does not do what its law says: rank" in str(proof_of_sequence(attention))
 
@@ -123,6 +140,8 @@ NO_ADJOINTS = {
     "an output's sums up": ("gather", S.gather_output, S._gather, S._scatter),
     "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S._gather(g, part)),
     "a sum's is its own": ("gather", S.sum_sequence, S._sum, S._copy),
+    "a cut parameter's is gathered": ("tensor", S.cut, S.cut, lambda g, part: S._gather(g, part)),
+    "a sum of products is its own": ("tensor", S.sum_sequence, S._sum, S._copy),
     "an output's is not divided": ("gather", S.to_output, S._copy, S._copy),
     "heads stay": ("ulysses", S.exchange_heads, S._to_heads, lambda g, part: S._to_positions(g * 1.0, part) * 2.0),
     "positions stay": ("ulysses", S.exchange_positions, S._to_positions, lambda g, part: S._to_heads(g, part) * 0.5),
@@ -130,13 +149,50 @@ NO_ADJOINTS = {
 
 
 @pytest.mark.parametrize("what", NO_ADJOINTS)
-def test_a_gradient_that_is_no_adjoint_is_found(what, monkeypatch):
+def test_a_gradient_that_is_no_adjoint_is_found(proof_of_sequence, what, monkeypatch):
     attention, symbol, forward, backward = NO_ADJOINTS[what]
+    assert proof_of_sequence(attention).verdict == "proven"
+    certificates._found_of_gradient.cache_clear()
     monkeypatch.setitem(transforms._grad_fn_map, symbol.id, None)
     sequence._with_gradient(symbol, forward, backward)
-    assert f"the gradient of {symbol.name} is not its adjoint: <A x, y>" in str(proof_of_sequence(attention))
+    text = f"{symbol.name}, or its gradient, is not what its law says: <A x, y>"
+    assert text in str(proof_of_sequence(attention))
 
 
-@pytest.mark.parametrize("attention", ["gather", "ulysses"])
-def test_collectives_of_sequences_keep_their_laws(attention):
+PARTS = {
+    "another part": changed(cuts, "_positions", lambda found, p, rank, seat: cuts_of(p, rank, 1 - seat)),
+    "another order": changed(cuts, "_split", lambda found, *args: found[::-1]),
+    "gradients twice": changed(cuts, "finish_reduce_scatter", lambda found, *args: tuple(2 * t for t in found)),
+}
+
+
+def cuts_of(parameter, rank, seat):
+    """As ``cuts._positions``."""
+    split = parameter.cut.split
+    rows = cuts._rows(parameter, rank) if split.dim == 0 else range(split.size)
+    return [i for i, at in enumerate(rows) if at // split.inner % split.length == seat]
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_a_gather_of_parts_that_breaks_its_law_is_found(proof_of_sequence, what, monkeypatch):
+    assert proof_of_sequence("tensor").verdict == "proven"
+    certificates._found.cache_clear()
+    for cached in (cuts._positions, cuts._held):
+        cached.cache_clear()
+    monkeypatch.setattr(*PARTS[what])
+    assert "does not do what its law says" in str(proof_of_sequence("tensor"))
+    cuts._held.cache_clear()
+
+
+@pytest.mark.parametrize("attention", ["gather", "tensor"])
+def test_a_cut_of_another_part_is_found(proof_of_sequence, attention, monkeypatch):
     assert proof_of_sequence(attention).verdict == "proven"
+    certificates._found_of_gradient.cache_clear()
+    right = sequence.Part.ranges
+
+    def of_next_rank(part):
+        plan = replace(part.plan, rank=(part.plan.rank + 1) % part.plan.ranks)
+        return right(sequence.Part(plan, part.split))
+
+    monkeypatch.setattr(sequence.Part, "ranges", of_next_rank)
+    assert "cuts another part" in str(proof_of_sequence(attention))

@@ -262,3 +262,19 @@ def test_traffic_in_mixed_precision():
         two_linear(), torch.ones(3, 6), world_size=2, mp_policy="bf16", sharding_strategy="zero2"
     )
     assert all(row.agrees for row in traffic(shown.record))
+
+
+def test_title_is_the_class_of_what_was_jitted(fake_ranks):
+    """Also if only a part of it is sharded. That of a function is the class of the model that it calls."""
+
+    class FSDPNet(nn.Sequential):
+        pass
+
+    fake_ranks(2)
+    net = FSDPNet(nn.Linear(4, 4), nn.Tanh())
+    shardtrace.fsdp(net[0])
+    jitted = thunder.jit(net)
+    step = thunder.jit(lambda x: net[0](x).sum())
+    for run, title in ((jitted, "FSDPNet"), (step, "Linear")):
+        run(torch.ones(2, 4)).sum().backward()
+        assert shardtrace.inspect(run).record.setup.model == title

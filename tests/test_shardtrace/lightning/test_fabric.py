@@ -238,12 +238,13 @@ def test_refused(fake_ranks, tmp_path):
 
 
 @on_ranks(4)
-def test_the_ranks_of_one_sequence_get_the_same_batches():
-    fabric = launched(mesh=(2, 2), context_parallel="context")
+@pytest.mark.parametrize("parallel", [{"context_parallel": "context"}, {"tensor_parallel": "tensor"}], ids=str)
+def test_ranks_that_share_a_batch_get_the_same(parallel):
+    fabric = launched(mesh=(2, 2), **parallel)
     rows = torch.randint(32, (8, 13), generator=torch.Generator().manual_seed(0))
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
     assert len(loader) == 2
     model = fabric.setup(Tokens(layers=1))
-    for batch in loader:  # which ranks of one sequence compare
+    for batch in loader:  # which these ranks compare
         assert model(batch).shape == (2, 13, 32)
     assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": dist.get_rank() // 2}

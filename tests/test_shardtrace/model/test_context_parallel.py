@@ -64,15 +64,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"), [("gpt", (2, 2)), ("gemma2", (1, 4)), ("bert", (2, 2)), ("convolution", (1, 4))]
-)
+@pytest.mark.parametrize(("model", "shape"), [("gemma2", (1, 4)), ("convolution", (2, 2))])
 @on_ranks(4)
 def test_models(model, shape):
     train_both(*MODELS[model], shape=shape)
 
 
-@pytest.mark.parametrize(("model", "shape"), [("gpt", (1, 4)), ("llama", (2, 2)), ("qwen3", (1, 4))])
+@pytest.mark.parametrize(("model", "shape"), [("gpt", (2, 2)), ("bert", (2, 2)), ("llama", (2, 2)), ("qwen3", (1, 4))])
 def test_models_are_proven(fake_ranks, model, shape):
     fake_ranks(4)
     prove(*MODELS[model], shape=shape)
@@ -107,7 +105,6 @@ def test_options(name):
 # They choose other lines. What these send, and how ranks divide gradients, is as above.
 PROVEN = {
     "zero2": {"sharding_strategy": "zero2"},
-    "zero1": {"sharding_strategy": "zero1"},
     "strategies": {"sharding_strategy": {"*embed*": "ddp", "*": "zero3"}},
     "full": {"activation_checkpointing": "full"},
     "cheap": {"activation_checkpointing": "cheap"},
@@ -277,7 +274,7 @@ def test_cases(fake_ranks, name, length):
     prove(*CASES[name], length=length)
 
 
-@pytest.mark.parametrize("name", ["smoothed", "of_tokens_that_count", "pooled", "mixing", "sliced"])
+@pytest.mark.parametrize("name", ["of_tokens_that_count", "pooled", "mixing"])
 @on_ranks(2)
 def test_numbers_of_cases(name):
     build, loss_of = CASES[name]
@@ -288,7 +285,7 @@ def test_numbers_of_cases(name):
 @on_ranks(2)
 def test_padding_in_a_llama():
     build = partial(hugging_face, "Llama", tie_word_embeddings=True)
-    train_both(build, with_padding, steps=2, activation_checkpointing="full")
+    train_both(build, with_padding, steps=1, activation_checkpointing="full")
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from shardtrace.cli import main
 from shardtrace.inspector.fake import fake_ranks
 from shardtrace.inspector.step_data import duration
 from shardtrace.model.state import state_of
-from shardtrace.options.planned import choices_of, options_of
+from shardtrace.options.planned import choices_of, gib, ms, options_of
 
 import pytest
 import thunder
@@ -49,13 +49,15 @@ def test_the_front_as_a_table(planned):
 
 
 def test_as_a_page(planned, tmp_path):
-    """A table of the whole front, a point for each row, and a part of the bar for each kind of memory."""
+    """A table of the whole front, a point for each row (drawn for a desk and for a phone), and a part of the bar for
+    each kind of memory."""
     page = planned.to_html(tmp_path / "plan.html").read_text()
     part = planned._repr_mimebundle_()["text/html"]
     assert page.startswith("<!doctype html>")
     assert part in page
-    assert part.count("<tr") - 1 == part.count("<circle") == len(planned.pareto)
-    assert part.count('class="chosen"') == 2  # a row and a point
+    assert part.count("<tr") - 1 == part.count("<circle") / 2 == len(planned.pareto)
+    assert part.count('class="chosen"') == 3  # a row, and a point of each drawing
+    assert f"a step takes {ms(planned.seconds)} and needs {gib(planned.peak)} of" in part
     assert part.count("<li>") == len(planned.memory)
     assert f"{planned.tokens / planned.seconds:,.0f} tokens/s a rank" in part
 

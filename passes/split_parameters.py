@@ -1,0 +1,282 @@
+"""Pass: each rank computes with its part of the parameters (tensor parallelism). The model stays as it is.
+
+    t1 = linear(x, w1, b1)      w1 and b1 are cut along rows, and so is t1: nothing is sent
+    t2 = gelu(t1)               computed on parts, as the table of dims says
+    t3 = linear(t2, w2)         w2 is cut along columns: each rank has a part of a sum, which ranks add up
+    t4 = t3 + b2                after the sum, once
+
+Which parameters are cut is found from products such as the last one: from ``t2``, cut along its last dim, the lines are
+followed backward to the parameters. Heads of attention are found in this way, through transposes and reshapes: each
+rank has some of them. A value that other lines read as well, or that comes from a line without a rule, is computed
+whole and cut there. If no product upstream computes only a part of its columns, nothing is cut.
+
+Ranks draw different random numbers. For a value that all of them hold, each draws a part, and the parts are gathered.
+
+A dim of ``outer * ranks * inner`` elements is split along the middle: rows of queries, keys and values in one matrix
+are ``Split(0, 3, ranks, inner)``. The gradient of a value that all ranks hold is the sum of theirs, and so is that of a
+parameter: see Note [Gradients] in :mod:`passes.comm.sequence`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from passes.analysis.calls import block_of
+from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_line, without_bias
+from passes.analysis.recognise import is_return, is_unpack
+from passes.comm.sequence import from_input, sum_sequence
+from passes.kernels.torch_call import call_of
+from passes.plan import TracedParameters
+from passes.plan.plan import Split
+from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return, writing
+
+import torch
+from thunder import torch as ltorch
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+How = Literal["colwise", "rowwise", "whole"]
+
+
+@dataclass
+class Tensors(Context):
+    """The ranks that compute with parts of parameters. ``hows`` says of some parameters, by name, how they are cut; the
+    pass chooses for the others."""
+
+    hows: Mapping[str, How] = field(default_factory=dict)
+
+
+def split_parameters(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
+    """Lets each rank compute with its part of the parameters.
+
+    Takes: a computation as it was recorded, with whole parameters.
+    Gives: the lines on parts, with the sums over ranks that their results need.
+    No-op when: no ranks share the parameters of a product.
+
+    Raises:
+        RuntimeError: if random numbers would have to be the same on all ranks and cannot be drawn in parts, or if a
+            parameter is to be cut that is not the matrix of a product, or does not divide by the ranks.
+    """
+    if not isinstance(context, Tensors) or context.plan.ranks == 1:
+        return computation
+    names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
+    hows = {proxy: context.hows.get(name) for proxy, name in names.items()}
+    search = Search(computation, hows, context.plan.ranks, names)
+    chosen = search.run()
+    context.remarks |= dict.fromkeys(_remarks(search))
+    to = _Cutter(computation, context, chosen)
+    with writing():
+        for line in filter(is_unpack, computation.bound_symbols):
+            _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+        to.follow_lines()
+        for line in filter(is_return, computation.bound_symbols):
+            add_return(to, line, context)
+    return to.writer.finished()
+
+
+def _remarks(search: Search) -> Iterator[str]:
+    """What is computed whole, although it could be shared if it had another shape or place."""
+    if not search.found:
+        yield f"no parameter is split over the {search.ranks} ranks of tensor_parallel"
+    whole = (search.names[p] for p in search.matrices if p not in search.found)
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in whole)
+    if search.found and kinds:
+        yield f"each rank computes the whole products with {', '.join(kinds)}"
+
+
+class _Cutter(Splitter):
+    """The lines of a computation. Parameters that are ``chosen`` are cut where they are used first, so that they are
+    gathered there."""
+
+    def __init__(self, computation: TraceCtx, context: Context, chosen: Mapping[str, Split]) -> None:
+        super().__init__(computation, context.plan, Rules(RULES, Blocks().call, eager=True), context.remarks)
+        self.chosen = chosen
+
+    def splits(self, proxy: TensorProxy) -> Sequence[Split]:
+        return [self.chosen[proxy.name]] if proxy.name in self.chosen else super().splits(proxy)
+
+
+def _add_input(to: _Cutter, line: BoundSymbol, context: Context, *, sharded: bool) -> None:
+    """Adds an input. ``sharded``: it is a parameter whose gradient is reduced, which adds up what ranks contribute."""
+    to.writer.trace.bound_symbols.append(line)
+    p = line.output
+    if not isinstance(p, TensorProxy):
+        return
+    value = to.values[p.name] = Value(p, whole=p, is_split=p.name in to.chosen)
+    to.writer.taken.add(p.name)
+    if p.requires_grad and not sharded and p.numel:
+        context.differentiated.add(p.name)
+        (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
+
+
+# ---- products with a bias ----
+
+
+def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """A product of which each rank has a part of the sum. The bias is added to the sum of all ranks."""
+    product = product_of(call)
+    if product is None or product.bias is None:
+        return False
+    last, dim = product.x.ndim - 1, product.inner
+    of_x = [s for s in to.splits(product.x) if s.dim == last]
+    of_weight = [s._replace(dim=last) for s in to.splits(product.weight) if s.dim == dim]
+    split = next(iter([*of_x, *of_weight]), None)
+    if split is None:
+        return False
+    x, weight = to.part(product.x, split), to.part(product.weight, split._replace(dim=dim))
+    bias = to.whole(product.bias)
+    plain, made = without_bias(call, product), call_of(line.sym)
+    if call.name == "addmm" and made is not None:
+        (found,) = to.writer.torch(line, torch.matmul, (x, weight), {}, to.writer.grads(line, plain), like=made)
+    elif call.name == "addmm":
+        (found,) = to.writer.emit(line, lambda: ltorch.matmul(x, weight))
+    else:
+        (found,) = to.writer.as_call(line, plain, (x, weight, None), {})
+    (result,) = to.writer.emit(line, lambda: ltorch.add(sum_sequence(found, to.everywhere), bias))
+    to.know_whole(call.results[0], result)
+    return True
+
+
+RULES = {"nn.functional.linear": _biased, "addmm": _biased}
+
+
+# ---- the choice ----
+
+
+class _Region(NamedTuple):
+    """The values upstream of a product that are computed in parts, the lines that compute them, and the parameters that
+    they need. ``columns``: how many products compute a part of their columns."""
+
+    values: dict[str, Split]
+    lines: set[int]
+    parameters: dict[str, Split]
+    columns: int
+
+
+class Search:
+    """Finds which inputs of a trace, and of the blocks that it calls, are cut.
+
+    Args:
+        trace: as it was recorded.
+        hows: for each input that is a parameter, what the user says of it; None: nothing.
+        ranks: over which they are cut.
+        names: the qualified names of the parameters, for messages.
+    """
+
+    def __init__(self, trace: TraceCtx, hows: Mapping[str, How | None], ranks: int, names: Mapping[str, str]) -> None:
+        vectors = {p.name for p in trace.args if isinstance(p, TensorProxy) and p.ndim < 2}  # are cut as their matrices
+        self.hows = {p: None if p in vectors and how != "whole" else how for p, how in hows.items()}
+        self.ranks, self.names = ranks, names
+        self.lines = [b for b in trace.bound_symbols if not is_unpack(b)]
+        self.calls = {id(b): torch_line(b) for b in self.lines if not is_return(b) and block_of(b) is None}
+        self.makers = {o.name: b for b in reversed(self.lines) if id(b) in self.calls for o in b.flat_proxy_outs}
+        self.readers: dict[str, list[BoundSymbol]] = {}
+        for line in self.lines:
+            for a in () if is_return(line) else line.flat_proxy_args:  # what is returned is gathered
+                self.readers.setdefault(a.name, []).append(line)
+        self.found: dict[str, Split] = {}
+        self.matrices: dict[str, None] = {}  # the inputs with which products are computed
+        self._blocks: dict[Hashable, Search] = {}
+
+    def run(self) -> dict[str, Split]:
+        """The split of each input that is cut, by its name."""
+        for line in self.lines:
+            if block_of(line) is not None:
+                self._inside(line)
+            product = product_of(self.calls.get(id(line)))
+            if product is not None and product.weight.name in self.hows:
+                self.matrices[product.weight.name] = None
+                self._product(line, product)
+        for proxy, how in self.hows.items():
+            if how in ("colwise", "rowwise") and proxy in self.readers and proxy not in self.found:
+                raise RuntimeError(
+                    f"tensor_parallel: parameter {self.names[proxy]!r} is to be {how}, and is not the matrix of a "
+                    'product such as nn.Linear: leave it out of the mapping, or choose "whole"'
+                )
+        return self.found
+
+    def _inside(self, line: BoundSymbol) -> None:
+        """A call of a block, which is the same for all calls with the same choices."""
+        block = block_of(line)
+        assert block is not None
+        pairs = [(p.name, a.name) for p, a in zip(block.inputs, line.args, strict=True) if a.name in self.hows]
+        hows = {inside: self.hows[outside] for inside, outside in pairs}
+        key = id(block), tuple(hows.items())
+        if key not in self._blocks:
+            named = {inside: self.names[outside] for inside, outside in pairs}
+            self._blocks[key] = Search(block.trace, hows, self.ranks, named)
+            self._blocks[key].run()
+        search = self._blocks[key]
+        outside = dict(pairs)
+        self.matrices |= {outside[inside]: None for inside in search.matrices}
+        self.found |= {outside[inside]: split for inside, split in search.found.items()}
+
+    def _product(self, line: BoundSymbol, product: Product) -> None:
+        weight, how = product.weight, self.hows[product.weight.name]
+        if how in ("colwise", "rowwise"):
+            self.found[weight.name] = self._asked_for(product, how)
+            return
+        size = product.x.shape[-1]
+        if how is not None or weight.name in self.found or size % self.ranks:
+            return
+        split = Split(product.x.ndim - 1, 1, self.ranks, size // self.ranks)
+        region = self._closed_region(line, product.x, split)
+        if region is not None and region.columns:
+            self.found |= {**region.parameters, weight.name: split._replace(dim=product.inner)}
+
+    def _asked_for(self, product: Product, how: How) -> Split:
+        weight, dim = product.weight, product.inner if how == "rowwise" else 1 - product.inner
+        if (size := weight.shape[dim]) % self.ranks:
+            raise RuntimeError(
+                f"tensor_parallel: parameter {self.names[weight.name]!r} is to be {how}, and its dim {dim} of {size} "
+                f'does not divide by {self.ranks} ranks: choose "whole" for it, or fewer ranks'
+            )
+        return Split(dim, 1, self.ranks, size // self.ranks)
+
+    def _closed_region(self, line: BoundSymbol, x: TensorProxy, split: Split) -> _Region | None:
+        """The region upstream of a value whose values only lines of the region and ``line`` read."""
+        outside: set[str] = set()
+        while (region := self._region(x, split, outside)) is not None:
+            own = region.lines | {id(line)}
+            read = {name for name in region.values if any(id(b) not in own for b in self.readers.get(name, ()))}
+            if not read:
+                break
+            outside |= read
+        return region
+
+    def _region(self, x: TensorProxy, split: Split, outside: Set[str]) -> _Region | None:
+        """None: a parameter would have to be cut in two ways, or is to be cut otherwise."""
+        region, columns, todo = _Region({}, set(), {}, 0), 0, [(x, split)]
+        while todo:
+            value, s = todo.pop()
+            if value.name in self.hows:
+                known = region.parameters.get(value.name, self.found.get(value.name, s))
+                if self.hows[value.name] is not None or known != s:
+                    return None
+                region.parameters[value.name] = s
+                continue
+            if value.name in region.values and region.values[value.name] != s:
+                return None
+            line = self.makers.get(value.name)
+            if value.name in region.values or line is None:
+                continue
+            if any(o.name in outside for o in line.flat_proxy_outs):
+                continue
+            call = self.calls[id(line)]
+            number = next((i for i, r in enumerate(call.results) if r.name == value.name), None) if call else None
+            placed = lead(call, number, s) if call is not None and number is not None else None
+            if call is None or placed is None or placed.combine is not None:
+                continue
+            region.values[value.name] = s
+            region.lines.add(id(line))
+            pairs: list[tuple[Any, Split | None]] = [*zip(call.results, placed.results, strict=True)]
+            pairs += zip(call.operands, placed.operands, strict=True)
+            todo += [(v, of) for v, of in pairs if of is not None and v.name != value.name]
+            product = product_of(call)
+            if product is not None and product.weight.name in self.hows:
+                columns += any(v is product.weight and of is not None for v, of in pairs)
+        return region._replace(columns=columns)

@@ -1,0 +1,177 @@
+"""Losses and gradients of models whose ranks compute with parts of parameters are those of one process."""
+
+import copy
+from functools import partial
+
+import shardtrace
+from shardtrace import CommPolicy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from contexts import (
+    Attention,
+    Tokens,
+    batch,
+    compare_gradients,
+    gpt,
+    hugging_face,
+    inside,
+    mesh_of,
+    of_hugging_face,
+    of_logits,
+    on_each_rank_equal,
+    train_both,
+)
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    zero = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=4, **zero))
+
+
+class Model(nn.Module):
+    """Tokens (B, T) to logits (B, T, 32), by one head of attention for each rank and a gated product."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(32, 8), Attention(8, 2)
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32)
+
+    def forward(self, tokens):
+        h = self.embedding(tokens)
+        h = h + self.attention(self.norm(h))
+        return self.head(h + self.down(F.silu(self.gate(h)) * self.up(h)))
+
+
+adamw = partial(torch.optim.AdamW, eps=1e-3)  # the gradient of a bias of keys is 0, and rounded
+MODELS = {
+    "gpt": (partial(gpt, layers=2), inside),
+    "gpt2": (gpt2, of_hugging_face),
+    "llama": (partial(hugging_face, "Llama"), of_hugging_face),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@on_ranks(2)
+def test_models(model):
+    train_both(*MODELS[model], tensor="tensor", optimizer=adamw, steps=3)
+
+
+@on_ranks(4)
+def test_two_for_data_and_two_for_tensors():
+    train_both(*MODELS["gpt"], tensor="tensor", shape=(2, 2), optimizer=adamw, steps=3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_are_proven(fake_ranks, model):
+    fake_ranks(4)
+    build, loss_of = MODELS[model]
+    sharded = shardtrace.fsdp(build(), mesh=mesh_of((2, 2), "tensor"), tensor_parallel="tensor")
+    loss_of(sharded, *batch(0, 12)).backward()
+    assert shardtrace.prove(sharded).verdict == "proven"
+    sums = [row for row in shardtrace.collectives(sharded) if row.kind == "all_reduce_sequence"]
+    layers = 2 if model == "gpt" else 1
+    assert len(sums) == 2 * 2 * layers  # after attention and after the MLP, and their gradients
+
+
+OPTIONS = {
+    "ddp": {"sharding_strategy": "ddp"},
+    "zero2": {"sharding_strategy": "zero2"},
+    "owner": {"sharding_strategy": "owner"},
+    "bf16": {"mp_policy": "bf16", "tolerance": 3e-2},
+    "sums": {"comm_policy": CommPolicy(sum_reductions=True)},
+    "int8": {"comm_policy": CommPolicy(gather_dtype="int8"), "build": partial(Tokens, width=64), "tolerance": 3e-2},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "no_sync": {"micro": 3, "steps": 2},
+    "one rank": {"shape": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_options(name):
+    train_both(**{"build": Model, "loss_of": of_logits, "tensor": "tensor", "steps": 1} | OPTIONS[name])
+
+
+@pytest.mark.parametrize("how", ["full", "cheap"])
+def test_recomputed_blocks_are_proven(fake_ranks, how):
+    fake_ranks(2)
+    mesh = mesh_of((1, 2), "tensor")
+    model = shardtrace.fsdp(gpt(layers=2), mesh=mesh, tensor_parallel="tensor", activation_checkpointing=how)
+    inside(model, *batch(0, 12)).backward()
+    assert shardtrace.prove(model).verdict == "proven"
+
+
+@on_ranks(2)
+def test_clipping_and_state_dicts(tmp_path):
+    torch.manual_seed(0)
+    whole = Model()
+    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    optimizers = [adamw(m.parameters()) for m in (whole, model)]
+    for m in (whole, model):
+        of_logits(m, *batch(0, 8)).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1), shardtrace.clip_grad_norm_(model, 0.1)]
+    torch.testing.assert_close(*norms)
+    compare_gradients(model, whole, 1e-5)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(shardtrace.full_state_dict(model), whole.state_dict(), rtol=1e-5, atol=1e-5)
+    shardtrace.save_checkpoint(tmp_path, model, optimizers[1], step=1)
+    other = shardtrace.fsdp(Model())  # without tensor parallelism
+    shardtrace.load_checkpoint(tmp_path, other, adamw(other.parameters()))
+    torch.testing.assert_close(shardtrace.full_state_dict(other), whole.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+class Dropping(nn.Module):
+    """One product, whose result is dropped out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 64, bias=False)
+
+    def forward(self, x):
+        return F.dropout(self.layer(x), 0.5, self.training)
+
+
+@on_ranks(2)
+def test_dropout_of_whole_values_is_equal_on_all_ranks():
+    model = shardtrace.fsdp(Dropping(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    x = torch.ones(8, 4)
+    torch.manual_seed(dist.get_rank())
+    y = model(x)
+    y.sum().backward()
+    assert on_each_rank_equal(y.detach())
+    kept = y.detach() != 0
+    torch.testing.assert_close(y.detach(), 2 * kept * (x @ shardtrace.full_state_dict(model)["layer.weight"].T))
+    torch.testing.assert_close(shardtrace.full_gradients(model)["layer.weight"], (2.0 * kept).T @ x)
+    first, second = kept.chunk(2, -1)
+    assert not torch.equal(first, second)  # each rank has drawn one of them
+
+
+@on_ranks(2)
+def test_dropout_in_all_places():
+    model = shardtrace.fsdp(gpt(dropout=0.5, layers=2), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    x, y = batch(0, 12)
+    torch.manual_seed(dist.get_rank())
+    loss = model(x, y)
+    loss.backward()
+    assert on_each_rank_equal(loss.detach())
+    before = shardtrace.full_gradients(model)["wte.weight"]
+    model.zero_grad()
+    model(x, y).backward()
+    assert not torch.equal(before, shardtrace.full_gradients(model)["wte.weight"])  # drawn anew
+
+
+@on_ranks(2)
+def test_other_batches_on_ranks_of_tensors_are_refused():
+    model = shardtrace.fsdp(Model(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    with pytest.raises(shardtrace.RankMismatchError, match="need the same batch"):
+        model(batch(dist.get_rank(), 8)[0])
