@@ -605,7 +605,9 @@ def optimizer_class(optimizer: Any) -> Any:
 
 
 def parse_memory(given: MemoryBudget | str | float | None) -> MemoryBudget | None:
-    """The checked ``memory`` of ``fsdp``."""
+    """The checked ``memory`` of ``fsdp``. Raises ImportError if scipy is not installed, which chooses what fits."""
+    if given is not None:
+        needs("scipy", extra="plan", what="fsdp(memory=...)")
     return given if given is None or isinstance(given, MemoryBudget) else MemoryBudget(given)
 
 

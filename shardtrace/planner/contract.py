@@ -103,7 +103,7 @@ class Contract:
         if isinstance(first, TraceCtx):
             choice = self._choose_forward(computation, asked, first)
         else:
-            choice = Search(self, computation, asked, first).choose()
+            choice = Steps(self, computation, asked, first).choose()
         self.facts.chunks = choice.chunks
         self.facts.parameters.by_history |= self.parameters(choice).by_history
         return choice.recomputed
@@ -224,7 +224,8 @@ class Contract:
         """The first that fits of: what the options say, fewer buckets ahead of use, and a loss in chunks."""
         asked = asked._replace(kept=None)
         fewer = [asked._replace(prefetch=n) for n in (1, 0) if self.pinned is None]
-        chunked = [c._replace(chunks=CHUNKS) for c in (asked, *fewer) if makes_chunks(computation, asked.chunks)]
+        more = asked.chunks == "auto" and makes_chunks(computation, "auto")
+        chunked = [c._replace(chunks=CHUNKS) for c in (asked, *fewer) if more]
         peaks = []
         for choice in (asked, *fewer, *chunked):
             trace = first if choice is asked else self.rehearse(computation, choice)
@@ -248,15 +249,19 @@ class Contract:
     def error(self, computation: TraceCtx, least: str, peak: int, batch: float | None = None) -> MemoryBudgetError:
         """``batch``: bytes at the peak that are proportional to the batch, if they are known."""
         short = peak - self.budget
-        remedies = [*self._remedies(computation, short / (1 + self.setting.hardware.allocator), batch)]
+        needed = [*self._remedies(short / (1 + self.setting.hardware.allocator), batch)]
+        others = [*self._savers(computation)]
         unit, name = next((10.0**n, name) for n, name in ((9, "GB"), (6, "MB"), (3, "KB"), (0, "B")) if peak >= 10.0**n)
         fits = f'memory="{math.ceil(100 * peak / unit) / 100:g}{name}" would fit'
         return MemoryBudgetError(
             f"no step of {self.state.model_name} with these inputs fits into {self.given}: {least}, {size(short)} more "
-            f"({fits}). Smallest changes that would do: {'; '.join(remedies) or 'a smaller model'}"
+            f"({fits})"
+            + (f". Smallest changes that would do: {', or '.join(needed)}" if needed else "")
+            + (f". Other options that save memory: {', '.join(others)}" if others else "")
         )
 
-    def _remedies(self, computation: TraceCtx, short: float, batch: float | None) -> Iterator[str]:
+    def _remedies(self, short: float, batch: float | None) -> Iterator[str]:
+        """What saves so many bytes."""
         ranks, cost = self.state.group.size(), self.setting.optimizer
         sharded = replicated = 0.0
         for e in (e for s in self.states for e in s.entries if e.home.host is None):
@@ -271,9 +276,11 @@ class Contract:
             yield 'sharding_strategy="zero3" for parameters that are whole on every rank now'
         if sharded > short:
             yield f"about {max(ranks + 1, math.ceil(ranks * sharded / (sharded - short)))} ranks instead of {ranks}"
+
+    def _savers(self, computation: TraceCtx) -> Iterator[str]:
         if any("cross_entropy" in b.sym.name for b in computation.bound_symbols):
             if self.state.options.compile.returns == "all" and not makes_chunks(computation, None):
-                yield 'CompilePolicy(returns="loss"), if the script does not read the logits'
+                yield 'CompilePolicy(returns="loss")'
             elif self.facts.chunks is None:
                 yield 'CompilePolicy(chunk_loss="auto")'
         if self.setting.hardware.name != "cpu" and self.state.options.offload is None:
@@ -297,12 +304,9 @@ def _of_largest_owner(state: ShardedState, kept_for: Callable[..., float]) -> fl
 
 
 def makes_chunks(computation: TraceCtx, chunks: Chunks) -> bool:
-    """Whether a loss in chunks, which ``chunks`` allows, would be another one."""
-    if chunks not in (None, "auto"):
-        return False
-    return len(chunk_loss(computation, chunks=CHUNKS).bound_symbols) != len(
-        chunk_loss(computation, chunks=chunks).bound_symbols
-    )
+    """Whether a loss can be computed in more chunks than ``chunks`` makes of it."""
+    found = (chunk_loss(computation, chunks=n) for n in (chunks, CHUNKS))
+    return len({len(trace.bound_symbols) for trace in found}) > 1
 
 
 def _words(choice: Choice) -> str:
@@ -324,7 +328,7 @@ def _words(choice: Choice) -> str:
 # ---- steps with a backward ----
 
 
-class Search:
+class Steps:
     """The steps of one call. ``first`` is the one that the options ask for."""
 
     def __init__(self, contract: Contract, computation: TraceCtx, asked: Choice, first: Compiled) -> None:
@@ -388,7 +392,8 @@ class Search:
             variants |= recomputing(
                 self.plain.base, lambda activation_checkpointing: self._tried(activation_checkpointing)
             )
-        chunks = [self.asked.chunks, *([CHUNKS] if makes_chunks(self.computation, self.asked.chunks) else [])]
+        more = self.asked.chunks == "auto" and makes_chunks(self.computation, "auto")
+        chunks = [self.asked.chunks, *([CHUNKS] if more else [])]
         inline = [name for name, may in self._blocks.items() if may and name not in self._called]
         for number in chunks:
             for what in (None, *reversed(RECOMPUTED)) if inline else (None,):
@@ -481,7 +486,8 @@ class Search:
     def _error(self) -> MemoryBudgetError:
         least = min(self._points, key=lambda p: p.estimate.peak)
         family, base = self.families[least.candidate.family]
-        words = _words(self._choice(family, base, least.candidate))
+        choice = self._choice(family, base, least.candidate)
+        words = _words(choice if family.buckets else choice._replace(prefetch=None))
         memory = least.estimate.memory
         batch = sum(memory.get(kind, 0) for kind in ("activations", "saved"))
         said = f"the least is {size(least.estimate.peak)}{f', {words}' if words else ''}"

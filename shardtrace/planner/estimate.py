@@ -133,7 +133,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     """Predicts a step from its executed traces. ``facts``: as in ``step_liveness``."""
     cost, optimizer, count = setting.cost, setting.optimizer, setting.accumulation
     forward, backward = predicted(step, cost)
-    words, elsewhere = _trained_words(step.forward)
+    words, elsewhere, largest = _trained_words(step.forward)
     state = int(optimizer.state * words)
     sums = 4 * words if count > 1 else 0  # gradients of earlier calls
     memory = step_liveness(*step, persistent=state + sums + setting.others, facts=facts)
@@ -144,7 +144,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     if setting.others:
         kinds["others"] = setting.others
     kinds["activations"] += at.during - at.total
-    updating = setting.others + _while_updating((memory.backward or memory.forward).lines[-1], words, setting)
+    updating = setting.others + _while_updating((memory.backward or memory.forward).lines[-1], words, largest, setting)
     if updating > at.during:
         kinds |= {"activations": 0, "saved": 0, "unsharded": 0, "in_flight": 0}
         kinds["gradients"] = 4 * words
@@ -170,10 +170,10 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     )
 
 
-def _while_updating(last: LineMemory, words: int, setting: Setting) -> int:
-    """Bytes while the optimizer works, which on a GPU treats all parameters at once."""
-    temporary = 0.0 if setting.hardware.name == "cpu" else setting.optimizer.temporary
-    return last.inputs + int((setting.optimizer.state + 4 + temporary) * words)
+def _while_updating(last: LineMemory, words: int, largest: int, setting: Setting) -> int:
+    """Bytes while the optimizer works, which treats all parameters at once on a GPU, and one after another on a CPU."""
+    at_once = largest if setting.hardware.name == "cpu" else words
+    return last.inputs + int((setting.optimizer.state + 4) * words + setting.optimizer.temporary * at_once)
 
 
 def _cotangents(backward: TraceCtx) -> int:
@@ -196,16 +196,17 @@ def memory_reserved(step: Sequence[TraceCtx], tensors: int, hardware: Hardware) 
     return {name: int(nbytes) for name, nbytes in found.items()}
 
 
-def _trained_words(forward: TraceCtx) -> tuple[int, int]:
+def _trained_words(forward: TraceCtx) -> tuple[int, int, int]:
     """The 4-byte words of this rank's trained parameters, to whose dtype an optimizer's state keeps: those on the
-    device, and those in host memory."""
+    device, those in host memory, and those of the largest parameter on the device."""
     lines = (b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b)))
     read = names([b.flat_proxy_args for b in lines])  # of a parameter's several names only one is
     given = [a for a in forward.args if isinstance(a, TensorProxy) and a.name in read]
     trained = [a for a in given if a.requires_grad and ProxyTag.STATIC_MEMORY_LOCATION in a.tags]
     away = on_host(forward)
     there = sum(a.numel * a.dtype.bytes for a in trained if a.name in away)
-    return sum(a.numel * a.dtype.bytes for a in trained) // 4 - there // 4, there // 4
+    largest = max((a.numel * a.dtype.bytes for a in trained if a.name not in away), default=0)
+    return sum(a.numel * a.dtype.bytes for a in trained) // 4 - there // 4, there // 4, largest // 4
 
 
 # ---- the task ----

@@ -124,13 +124,13 @@ def compiled(budget, *, batch=8, **options):
 @pytest.fixture
 def predictions(monkeypatch):
     """The estimates of the chosen steps, and the setting of each."""
-    found, say = [], contract.Search._say
+    found, say = [], contract.Steps._say
 
     def noted(self, choice, family, estimate, asked):
         found.append((estimate, self.contract.setting, choice))
         say(self, choice, family, estimate, asked)
 
-    monkeypatch.setattr(contract.Search, "_say", noted)
+    monkeypatch.setattr(contract.Steps, "_say", noted)
     return found
 
 
@@ -148,7 +148,7 @@ def test_what_runs_is_what_was_predicted(fake_ranks, predictions, strategy, budg
 def test_what_the_script_decides_is_left_alone(fake_ranks, predictions):
     fake_ranks(4)
     policy = CompilePolicy(prefetch=2, chunk_loss=None)
-    with pytest.raises(MemoryBudgetError, match=r'prefetch 2, .* more .*; CompilePolicy\(chunk_loss="auto"\)'):
+    with pytest.raises(MemoryBudgetError, match=r'prefetch 2, .* more .*memory: CompilePolicy\(chunk_loss="auto"\)'):
         compiled("0.5MB", activation_checkpointing={"h.0": "full"}, compile_policy=policy)
     compiled("2MB", activation_checkpointing={"h.0": "full"}, compile_policy=policy)
     [(_, _, choice)] = predictions
@@ -162,7 +162,7 @@ def test_nothing_fits(fake_ranks):
     assert str(error.value) == (
         "no step of GPT with these inputs fits into 400KB: the least is 622 KiB, recomputing all of h.0 to h.3 (4), "
         'prefetch 0, 232 KiB more (memory="637.1KB" would fit). Smallest changes that would do: a batch of about 2 '
-        'instead of 8; mp_policy="bf16"'
+        'instead of 8. Other options that save memory: mp_policy="bf16"'
     )
 
 
