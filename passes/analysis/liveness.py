@@ -205,6 +205,7 @@ class _Memory:
         self.buffer_of: dict[int, Buffer] = {}  # the present role of each storage
         self.buffers: list[Buffer] = []
         self.on_host: set[str] = set()  # values that take no memory of the device
+        self.copies: set[str] = set()  # gradients on the host, which are not held at all
         self.line = 0
         self.facts: dict[Any, Any] = {} if facts is None else facts  # what lines do with memory
 
@@ -226,7 +227,9 @@ class _Memory:
             elif is_return(bsym):
                 self._assign(names(bsym.args) if is_backward(trace) else set(), "gradients")
                 self._assign({p.name for p in _saved(trace)}, "saved")
-            elif not (is_deletion(bsym) or is_offload(bsym) or bsym.sym.id in (accumulate.id, accumulated.id)):
+            elif is_offload(bsym) or any(a.name in self.copies for a in bsym.flat_proxy_args):
+                self.copies |= names(bsym.output)
+            elif not (is_deletion(bsym) or bsym.sym.id in (accumulate.id, accumulated.id)):
                 temporary[-1] = self._call(bsym, unsharded)
         return Liveness(_rows(self.buffers, temporary, self.persistent), self.buffers)
 

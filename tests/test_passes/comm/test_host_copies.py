@@ -33,9 +33,9 @@ class Net(nn.Module):
         return x.sum()
 
 
-def compiled(**options):
+def compiled(kind=Net, **options):
     model = shardtrace.fsdp(
-        Net(), init_policy=shardtrace.InitPolicy(device="cuda:0"), offload_policy=CPUOffloadPolicy(), **options
+        kind(), init_policy=shardtrace.InitPolicy(device="cuda:0"), offload_policy=CPUOffloadPolicy(), **options
     )
     cmodel = thunder.jit(model)
     compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))
@@ -185,3 +185,18 @@ def test_a_gather_takes_the_copy_too(fake_ranks):
     backward = stage(cmodel, "schedule", thunder.last_backward_traces).bound_symbols
     seconds = {b.sym.name: link_seconds(b) for b in backward if b.sym.name in ("reduce_scatter", "offload")}
     assert seconds == {"reduce_scatter": 1 + shards / 100, "offload": shards / 50}
+
+
+class Two(Net):
+    """Two results, of which a script may use one: some gradients are then None."""
+
+    def forward(self, x):
+        return {"first": self.blocks[0](x), "second": self.blocks[1](x).tanh() + self.blocks[2](x)}
+
+
+def test_gradients_that_may_be_none_take_no_memory_on_the_device(fake_ranks):
+    fake_ranks(2)
+    cmodel = compiled(Two)
+    backward = thunder.last_backward_traces(cmodel)[-1]
+    assert any(b.sym.name == "unless_unused" for b in backward.bound_symbols)
+    assert memory(cmodel).backward.lines[-1].gradients == memory(compiled()).backward.lines[-1].gradients == 0
