@@ -171,7 +171,8 @@ def insert_synchronize(computation: TraceCtx, *, parameters: TracedParameters) -
     Gives: a ``synchronize`` for each bucket of the parameters that it uses, before the first use.
     No-op when: it uses no sharded parameter.
 
-    A parameter that is unpacked under several names (tied weights) is gathered once. A parameter that is never used
+    A parameter that is unpacked under several names (tied weights) is gathered once. One of which only a part is used
+    (tensor parallelism) is gathered as that part. A parameter that is never used
     has no collective. One that is used only where no gradient flows (``no_grad``, ``detach``) is gathered and not
     reduced.
     """

@@ -51,6 +51,23 @@ class Model(nn.Module):
         return self.head(h + self.down(F.silu(self.gate(h)) * self.up(h)))
 
 
+class Tied(nn.Module):
+    """One weight is cut in a product, and whole in an embedding; another product is frozen; channels are normalized."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(32, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.up.weight = self.embedding.weight
+        self.frozen, self.norm, self.back = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, tokens):
+        h = self.embedding(tokens)
+        h = h + self.down(F.gelu(self.up(h)))
+        return self.head(h + self.back(self.norm(self.frozen(h).transpose(1, 2)).transpose(1, 2)))
+
+
 adamw = partial(torch.optim.AdamW, eps=1e-3)  # the gradient of a bias of keys is 0, and rounded
 MODELS = {
     "gpt": (partial(gpt, layers=2), inside),
@@ -91,6 +108,7 @@ OPTIONS = {
     "int8": {"comm_policy": CommPolicy(gather_dtype="int8"), "build": partial(Tokens, width=64), "tolerance": 3e-2},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "no_sync": {"micro": 3, "steps": 2},
+    "tied and frozen": {"build": Tied, "steps": 2},
     "one rank": {"shape": (2, 1)},
 }
 
@@ -128,6 +146,16 @@ def test_clipping_and_state_dicts(tmp_path):
     other = shardtrace.fsdp(Model())  # without tensor parallelism
     shardtrace.load_checkpoint(tmp_path, other, adamw(other.parameters()))
     torch.testing.assert_close(shardtrace.full_state_dict(other), whole.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_sums_of_parts_are_not_saved(tmp_path):
+    model = shardtrace.fsdp(Model(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    optimizer = adamw(model.parameters())
+    with shardtrace.no_sync(model):
+        of_logits(model, *batch(0, 8)).backward()
+    with pytest.raises(shardtrace.CheckpointError, match="of which tensor_parallel gives each rank a part"):
+        shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
 
 
 class Dropping(nn.Module):
