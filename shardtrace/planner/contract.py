@@ -474,7 +474,8 @@ class Steps:
             chunks=None if choice.chunks == self.asked.chunks else choice.chunks,
             prefetch=choice.prefetch if family.buckets else None,
         )
-        said = [f"peak {size(found.peak)}, predicted", _words(changed) or "recomputing nothing"]
+        nothing = [] if choice.recomputed else ["recomputing nothing"]
+        said = [f"peak {size(found.peak)}, predicted", *nothing, *filter(None, [_words(changed)])]
         if family.buckets and choice.kept is not None:
             kept = sum(b.members[0].parameter.name in choice.kept for b in family.buckets.values())
             said.append(f"{kept} of {len(family.buckets)} buckets stay gathered until backward")
