@@ -17,7 +17,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 from passes.plan.cost import DEFAULT_LINKS, Link
-from passes.plan.layout import Layout, OwnerLayout, ShardLayout
+from passes.plan.layout import CutLayout, Layout, OwnerLayout, ShardLayout
 from passes.plan.plan import BucketPlan, Ends, Member, Placement, ShardedParameter, Wire
 
 import torch
@@ -136,6 +136,11 @@ class Bucket(ContextObject):
     def packed(self) -> Layout:
         """The layout of only the small members, which travel together if ranks exchange messages."""
         return self.layout_of([self.members[i] for i in self.layout.small])
+
+    @cached_property
+    def cuts(self) -> CutLayout:
+        """What ranks send each other if the members are cut."""
+        return CutLayout(self.members, self.plan.rank)
 
     def layout_of(self, members: Sequence[Member]) -> Layout:
         """The layout of some of the members, as if the bucket had no others."""

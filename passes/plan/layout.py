@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from passes.plan.plan import Member, Shape
+from passes.plan.plan import Member, Shape, ShardedParameter
 
 import torch
 from thunder.core import dtypes
@@ -255,3 +255,55 @@ def _place(member: Member, start: int) -> Place:
 
 def _strides(shape: Shape) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+# ---- parts of parameters ----
+
+
+class CutLayout:
+    """What ranks send each other of a bucket's members if each of them computes with a part of these.
+
+    A *seat* is a rank's number among those that share parameters, and so that of its part. ``received`` has, for each
+    rank, the elements of each member that are in its rows and in this rank's part; ``sent``, for each seat, those that
+    are in this rank's rows and in the part of the seat.
+    """
+
+    def __init__(self, members: Sequence[Member], rank: int) -> None:
+        self.parameters = [m.parameter for m in members]
+        self.seats: tuple[int, ...] = self.parameters[0].cut.plan.seats
+        self.rank = rank
+        self.received = [[_elements(p, r, self.seats[rank]) for p in self.parameters] for r in range(len(self.seats))]
+        self.sent = [[_elements(p, rank, seat) for p in self.parameters] for seat in range(max(self.seats) + 1)]
+        self._positions: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+    def own_rows(self, number: int, shard: torch.Tensor) -> torch.Tensor:
+        """The shard of a member without padding."""
+        return shard[: len(_rows(self.parameters[number], self.rank))]
+
+    def positions(self, number: int, seat: int, device: torch.device) -> torch.Tensor:
+        """Where, along the dim that is cut, this rank's rows of a member are in the part of a seat. Made once."""
+        key = number, seat, device
+        if key not in self._positions:
+            found = positions_of(self.parameters[number], self.rank, seat)
+            self._positions[key] = torch.tensor(found, dtype=torch.long, device=device)
+        return self._positions[key]
+
+
+def _rows(p: ShardedParameter, rank: int) -> range:
+    """The rows of a parameter that a rank holds, without padding."""
+    each = p.shard_shape[0]
+    return range(min(rank * each, p.full_shape[0]), min((rank + 1) * each, p.full_shape[0]))
+
+
+def positions_of(p: ShardedParameter, rank: int, seat: int) -> list[int]:
+    """Where, along the dim that is cut, a rank's rows are in the part of a seat."""
+    split = p.cut.split
+    rows = _rows(p, rank) if split.dim == 0 else range(split.size)
+    return [i for i, at in enumerate(rows) if at // split.inner % split.length == seat]
+
+
+def _elements(p: ShardedParameter, rank: int, seat: int) -> int:
+    shape = list(p.full_shape)
+    shape[0] = len(_rows(p, rank))
+    shape[p.cut.split.dim] = len(positions_of(p, rank, seat))
+    return math.prod(shape)

@@ -7,12 +7,13 @@ the sources, one at a time: all are found.
 
 import ast
 import inspect
+import itertools
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import shardtrace  # noqa: F401
 from passes.analysis.verify import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
-from passes.comm import direct, messages, native, quantized, sequence, symbols
+from passes.comm import cuts, direct, messages, native, quantized, sequence, symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, runtime
@@ -22,7 +23,7 @@ from passes.split_sequence import overlap_sequence
 
 import pytest
 import torch
-from streams import RecordedGroup, makes_future, recorded_host, recording, run
+from streams import DEVICE, RecordedGroup, makes_future, recorded_host, recording, run
 from thunder.core import dtypes, prims
 from thunder.core.devices import to_device
 from thunder.core.proxies import TensorProxy
@@ -49,7 +50,9 @@ COMPUTES = symbol_that_calls(
 )
 
 
-def bucket_of_case(recorder, *, shapes=SHAPES, ranks=3, placement=Placement.SHARD, host=False, dtype=None, **options):
+def bucket_of_case(
+    recorder, *, shapes=SHAPES, ranks=3, placement=Placement.SHARD, host=False, dtype=None, seats=None, **options
+):
     memory = recorded_host() if host else None
     runtime = PlainRuntime(RecordedGroup(recorder, min(RANK, ranks - 1), ranks))
     rest = dtypes.float32
@@ -64,11 +67,26 @@ def bucket_of_case(recorder, *, shapes=SHAPES, ranks=3, placement=Placement.SHAR
         **options,
     )
     members = tuple(
-        Member(ShardedParameter(plan, f"p{i}", s, "", dtype=rest, owner=i % ranks, index=i), True)
+        Member(
+            ShardedParameter(plan, f"p{i}", s, "", dtype=rest, owner=i % ranks, index=i, cut=cut_of(s, i, seats)), True
+        )
         for i, s in enumerate(shapes)
     )
     plain = Bucket("root", "b_root", plan, members, plan.unsharded_dtype(rest))
-    return plain.carried_by(plan.gather)
+    bucket = plain.carried_by(plan.gather)
+    for part in (bucket, bucket.trainable) if seats is not None else ():
+        for number, seat in itertools.product(range(len(members)), set(seats)):
+            recorder.name_of(part.cuts.positions(number, seat, DEVICE))  # which stay from step to step
+    return bucket
+
+
+def cut_of(shape, number, seats):
+    """The part with which a rank computes that shares parameters with others: of rows, or of columns."""
+    if seats is None:
+        return None
+    dim = number % 2
+    split = Split(dim, 1, len(set(seats)), shape[dim] // len(set(seats)))
+    return sequence.Part(ContextPlan(len(set(seats)), seats[RANK], pieces=1, seats=seats), split)
 
 
 def program_of(recorder, *, backward=True, **options):
@@ -170,6 +188,8 @@ CASES = {
     "direct, large": {"direct": True, "shapes": EVEN, "dtype": BF16},
     "direct, owner": {"direct": True, "placement": Placement.OWNER},
     "direct, replicated": {"direct": True, "placement": Placement.REPLICATE},
+    "cuts": {"shapes": EVEN, "ranks": 4, "seats": (0, 1, 0, 1)},
+    "cuts, direct": {"shapes": EVEN, "ranks": 4, "seats": (0, 0, 1, 1), "direct": True, "dtype": BF16},
     "quantized": {"gather": gather_wire(INT8), "reduction": reduction_wire(INT4)},
     "quantized, bf16, errors": {"gather": gather_wire(FP8), "reduction": reduction_wire(INT8, **EF), "dtype": BF16},
     "quantized, owner": {
@@ -327,8 +347,8 @@ ORDERING = {"wait", "wait_stream", "wait_event", "record", "record_event", "reco
 ENDS = {"_wait", "mark"}  # of ours: they call the above
 SURROUNDING = {"stream", "ahead"}  # with host.ahead(): what is inside runs on another stream
 TRANSPORTS = {
-    "native": native, "direct": direct, "messages": messages, "quantized": quantized, "symbols": symbols,
-    "sequence": sequence, "runtime": runtime,
+    "native": native, "direct": direct, "cuts": cuts, "messages": messages, "quantized": quantized,
+    "symbols": symbols, "sequence": sequence, "runtime": runtime,
 }  # fmt: skip
 
 
@@ -410,7 +430,7 @@ def mutated(module, inside, code):
 
 def first_cases(transport):
     """A part of the names of those that are likely to find its mutants."""
-    names = {"native", "direct", "quantized", "sequence"}
+    names = {"native", "direct", "cuts", "quantized", "sequence"}
     return transport if transport in names else "native" if transport == "messages" else "host"
 
 

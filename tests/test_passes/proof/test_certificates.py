@@ -7,6 +7,7 @@ import shardtrace  # isort: split
 from dataclasses import replace
 
 from passes.comm import cuts, direct, native, quantized, sequence
+from passes.plan import layout
 from passes.plan.layout import ShardLayout
 from passes.proof import certificates
 from shardtrace import CommPolicy, ContextParallel
@@ -160,16 +161,16 @@ def test_a_gradient_that_is_no_adjoint_is_found(proof_of_sequence, what, monkeyp
 
 
 PARTS = {
-    "another part": changed(cuts, "_positions", lambda found, p, rank, seat: cuts_of(p, rank, 1 - seat)),
+    "another part": changed(layout, "positions_of", lambda found, p, rank, seat: cuts_of(p, rank, 1 - seat)),
     "another order": changed(cuts, "_split", lambda found, *args: found[::-1]),
     "gradients twice": changed(cuts, "finish_reduce_scatter", lambda found, *args: tuple(2 * t for t in found)),
 }
 
 
 def cuts_of(parameter, rank, seat):
-    """As ``cuts._positions``."""
+    """As ``layout.positions_of``."""
     split = parameter.cut.split
-    rows = cuts._rows(parameter, rank) if split.dim == 0 else range(split.size)
+    rows = layout._rows(parameter, rank) if split.dim == 0 else range(split.size)
     return [i for i, at in enumerate(rows) if at // split.inner % split.length == seat]
 
 
@@ -177,11 +178,8 @@ def cuts_of(parameter, rank, seat):
 def test_a_gather_of_parts_that_breaks_its_law_is_found(proof_of_sequence, what, monkeypatch):
     assert proof_of_sequence("tensor").verdict == "proven"
     certificates._found.cache_clear()
-    for cached in (cuts._positions, cuts._held):
-        cached.cache_clear()
     monkeypatch.setattr(*PARTS[what])
     assert "does not do what its law says" in str(proof_of_sequence("tensor"))
-    cuts._held.cache_clear()
 
 
 @pytest.mark.parametrize("attention", ["gather", "tensor"])
