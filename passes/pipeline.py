@@ -559,7 +559,7 @@ def pipeline(
 
 
 def _rehearsal(before: Sequence[Iterable[Any]], after: Sequence[Iterable[Any]], inner: Inner) -> Rehearsal:
-    """Of entries, users' passes and more entries: those that a rehearsal goes through."""
+    """The part of a pipeline that a rehearsal runs: neither the choice itself, nor the schedule and what follows."""
     first = [e for e in chain(*before) if getattr(e, "over", "computation") == "computation"]
     last = takewhile(lambda e: e.name not in ("schedule", "wait_copies"), chain(*after))
     runs = [e.run for e in first if not isinstance(e, PassAfterLowering) and e.name != "fit_memory"]

@@ -64,9 +64,9 @@ class Contender:
 
 @dataclass(frozen=True)
 class DeepSpeed(Contender):
-    """DeepSpeed's engine with its defaults, but for clipping, which none of the others does, and for the size of its
-    bucket of gradients, for which it would allocate 2 GB whatever the model. Its operator in shared memory is left out:
-    it would go around a slow link."""
+    """DeepSpeed's engine with its defaults, except that it does not clip, as no other contender does, and that its
+    bucket of gradients is as large as the model: by default it takes 2 GB. Its operator in shared memory is off: it
+    would bypass a slow link."""
 
     build: Callable[[GPT, World], nn.Module] = lambda model, world: model
     communicates: bool = False  # it has no group of ours: no run on a no-op backend

@@ -275,7 +275,7 @@ class _Memory:
         return temporary
 
     def _dry_run(self, bsym: BoundSymbol, arguments: Values) -> Result:
-        """Runs a line on meta tensors, but for collectives and calls of torch like those of a run before."""
+        """Runs a line on meta tensors. The result of a collective or a call of torch serves all equal ones."""
         what: Hashable
         if is_collective(bsym):
             what = bsym.sym.id, _work_of(bucket_of(bsym))

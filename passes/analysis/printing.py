@@ -85,7 +85,7 @@ def _comment(parts: Sequence[str]) -> list[str]:
 
 
 def describe_bucket(bucket: Bucket) -> list[str]:
-    """What a bucket carries: its strategy, elements, dtype or wire, bytes and members."""
+    """The strategy, size, dtype or wire, and members of a bucket, as lines of a comment."""
     plan, members = bucket.plan, _without_prefix([m.parameter.name for m in bucket.members])
     strategy = STRATEGY_NAMES.get(plan.strategy, plan.strategy)
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"

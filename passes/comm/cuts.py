@@ -85,6 +85,6 @@ def _exchange(rows: Sequence[torch.Tensor], sizes: Sequence[int], bucket: Bucket
 
 
 def _split(future: InFlight, sizes: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
-    """What each rank has sent of each member; ``sizes`` are those."""
+    """What each rank has sent, by member. ``sizes`` are their elements."""
     rows = future.wait().split([sum(own) for own in sizes])
     return [row.split(list(own)) for row, own in zip(rows, sizes, strict=True)]

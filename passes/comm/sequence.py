@@ -145,9 +145,8 @@ def _in_order(received: torch.Tensor, part: Part) -> torch.Tensor:
     """The parts of all ranks, (ranks, *part), put together."""
     ranks, split, shape = part.plan.ranks, part.split, received.shape[1:]
     size, end = part.plan.chunk(split.length), split.length
-    by_rank = torch.stack(
-        [part.chunks(x) for x in received.unbind(0)], 2
-    )  # (before, outer, ranks, pieces, chunk, after)
+    # (before, outer, ranks, pieces, chunk, after)
+    by_rank = torch.stack([part.chunks(x) for x in received.unbind(0)], 2)
     firsts, *seconds = by_rank.unbind(3)
     in_order = torch.cat([firsts, *(chunks.flip(2) for chunks in seconds)], 2)
     before, outer, _, _, after = in_order.shape

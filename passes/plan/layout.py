@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from passes.plan.plan import Member, Shape, ShardedParameter
+from passes.plan.plan import Member, Shape, ShardedParameter, Split
 
 import torch
 from thunder.core import dtypes
@@ -303,7 +303,15 @@ def positions_of(p: ShardedParameter, rank: int, seat: int) -> list[int]:
 
 
 def _elements(p: ShardedParameter, rank: int, seat: int) -> int:
-    shape = list(p.full_shape)
-    shape[0] = len(_rows(p, rank))
-    shape[p.cut.split.dim] = len(positions_of(p, rank, seat))
-    return math.prod(shape)
+    """The elements of a parameter that are in a rank's rows and in the part of a seat."""
+    split, rows = p.cut.split, _rows(p, rank)
+    if split.dim != 0:
+        return len(rows) * math.prod(p.used_shape[1:])  # each row has as much of each part
+    first, end = (_before(at, split, seat) for at in (rows.start, rows.stop))
+    return (end - first) * math.prod(p.full_shape[1:])
+
+
+def _before(row: int, split: Split, seat: int) -> int:
+    """How many of the first rows are in the part of a seat."""
+    each, rest = divmod(row, split.length * split.inner)
+    return each * split.inner + min(max(rest - seat * split.inner, 0), split.inner)

@@ -123,6 +123,7 @@ class ContextPlan:
         ranks: how many they are.
         rank: this rank's number among them.
         pieces: the chunks of each rank: 2 of a sequence, 1 of a parameter.
+        seats: for each rank over which parameters are sharded, in order, its number among those that share them.
         attention: how queries of one rank see the keys of others: "gather" gathers keys and values, "ulysses" exchanges
             heads for positions where heads divide, "auto" does what sends less.
         axis: their process group in ``runtime``.
@@ -137,9 +138,7 @@ class ContextPlan:
     axis: Axis = Axis.CONTEXT
     direct: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
-    seats: tuple[
-        int, ...
-    ] = ()  # of the ranks over which parameters are sharded, in order: the number of each among these
+    seats: tuple[int, ...] = ()
 
     def chunk(self, length: int) -> int:
         """Positions of one chunk of a sequence, padding included."""

@@ -389,9 +389,7 @@ class Steps:
         """Those whose blocks recompute something, and whose loss is in chunks."""
         variants = {NOTHING: self.plain.base.calls}
         if self.plain.base.calls:
-            variants |= recomputing(
-                self.plain.base, lambda activation_checkpointing: self._tried(activation_checkpointing)
-            )
+            variants |= recomputing(self.plain.base, self._tried)
         more = self.asked.chunks == "auto" and makes_chunks(self.computation, "auto")
         chunks = [self.asked.chunks, *([CHUNKS] if more else [])]
         inline = [name for name, may in self._blocks.items() if may and name not in self._called]
@@ -422,8 +420,9 @@ class Steps:
         explore_near(family, self.budget)
         return family
 
-    def _tried(self, what: Any) -> Compiled:
-        marks = what if isinstance(what, Mapping) else {name: what for name, _ in self.plain.base.calls}
+    def _tried(self, *, activation_checkpointing: Any) -> Compiled:
+        what, names = activation_checkpointing, (name for name, _ in self.plain.base.calls)
+        marks = what if isinstance(what, Mapping) else dict.fromkeys(names, what)
         return self._compiled(self.asked._replace(recomputed=self._allowed(marks)))
 
     def _compiled(self, choice: Choice) -> Compiled:
