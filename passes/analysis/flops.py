@@ -171,13 +171,31 @@ def work(bsym: BoundSymbol) -> Work:
     return total
 
 
-def forward_flops(bsym: BoundSymbol) -> int:
-    """FLOPs of a line of forward, without those of the gradients that a loss in chunks computes there."""
+def forward_flops(bsym: BoundSymbol, *, all_scores: bool = True) -> int:
+    """FLOPs of a line of forward, without those of the gradients that a loss in chunks computes there.
+    ``all_scores``: causal attention counts like one without a mask, else half."""
+    if not all_scores:
+        return forward_flops(bsym) - _causal(bsym) // 2
     call = call_of(bsym.sym)
     if call is not None and isinstance(call.function, ChunkedLoss):
         rows, width, classes, _ = _sizes_of_loss(call)
         return 2 * rows * width * classes
     return work(bsym).flops
+
+
+def _causal(bsym: BoundSymbol) -> int:
+    """FLOPs of the causal attention in a line. What a mask that is a tensor hides is not known."""
+    call, operator = call_of(bsym.sym), operator_of(bsym.sym)
+    if call is not None:
+        is_causal = isinstance(call.function, CausalAttention)
+    elif operator is not None:
+        given = dict(zip((a.name for a in operator._schema.arguments), bsym.args, strict=False)) | bsym.kwargs
+        is_causal = given.get("is_causal", False)
+    elif FLOPS.get(identity(bsym.sym)) in ATTENTIONS:
+        is_causal = any(a is True for a in (*bsym.args, bsym.kwargs.get("is_causal")))
+    else:
+        return sum(map(_causal, lines_within(bsym)))
+    return flops(bsym) if is_causal else 0
 
 
 def _sizes_of_loss(call: TorchCall) -> tuple[int, int, int, int]:

@@ -330,8 +330,11 @@ class TrainingPlan:
         seconds, exposed, tokens: of a step; ``exposed`` seconds of it compute waits for communication; ``tokens`` are
             those that a rank computes, 0 if the inputs are no integers.
         memory: the bytes at the peak by kind; ``peak`` is their sum.
-        mfu: the FLOPs of the model, none recomputed, over those that the device could do meanwhile; 0 if unknown.
-        binding: what keeps the step from being faster.
+        mfu: the FLOPs of the model, none recomputed, over those that the device could do meanwhile; 0 if unknown. FLOPs
+            are those of products, three times forward's; causal attention counts half of its scores, a look-up in an
+            embedding nothing. ``mfu_all_scores`` counts all scores, as PaLM and torchtitan do.
+        binding: what keeps the step from being faster; ``helps``: what would make it faster, the best first.
+        update: the optimizer, and how torch runs it.
         pareto: the front of memory and time, from the least memory to the fastest step.
         cost: the rates of the cost model.
         notes: what a reader should know.
@@ -362,6 +365,9 @@ class TrainingPlan:
     allowed: Mapping[str, list[str]] = field(default_factory=dict)
     version: int = VERSION
     budget_given: str = ""
+    mfu_all_scores: float = 0.0
+    helps: tuple[str, ...] = ()
+    update: str = ""
     again: Any = field(default=None, repr=False, compare=False)  # plans for another batch; None if read from a file
 
     @property
@@ -373,18 +379,21 @@ class TrainingPlan:
         speed = f", {self._speed}" if self.tokens else ""
         chosen, runner_up = self.chosen, self._next
         parts = [
+            self.answer,
+            "",
             f"{self.model} on {self._ranks}",
             "",
             *(f"  {line}" for line in self._options),
             *([f"  mesh_shape = {self.mesh_shape}"] if self.mesh_shape else []),
             "",
-            f"step     {ms(self.seconds)}{speed}" + (f", MFU {self.mfu:.1%}" if self.mfu else ""),
-            f"         forward {ms(self.forward)}, backward {ms(self.backward)}, optimizer {ms(self.optimizer)}; "
-            f"compute waits {ms(self.exposed)} for communication",
+            f"step     {ms(self.seconds)}{speed}" + (f", MFU {self._mfu}" if self.mfu else ""),
+            f"         forward {ms(self.forward)}, backward {ms(self.backward)}, {self.update or 'optimizer'} "
+            f"{ms(self.optimizer)}; compute waits {ms(self.exposed)} for communication",
             f"memory   {gib(self.peak)} of {self.budget_shown}",
             *(f"         {gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
             *([f"rounds   {self.rounding}"] if self.rounding else []),
             f"limit    {self.binding}",
+            *(f"{'' if i else 'helps':<9}{text}" for i, text in enumerate(self.helps)),
             *([f"smaller  {runner_up}"] if runner_up else []),
             "",
             f"  {HEADINGS}",
@@ -454,6 +463,12 @@ class TrainingPlan:
         return f"{self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""
 
     @property
+    def _mfu(self) -> str:
+        """MFU, and as others count it."""
+        other = f" ({self.mfu_all_scores:.1%} with all scores of causal attention)" if self.mfu_all_scores else ""
+        return f"{self.mfu:.1%}{other if self.mfu_all_scores > self.mfu else ''}"
+
+    @property
     def _options(self) -> list[str]:
         return [f"{name} = {value!r}" for name, value in _shortened(self.choices).items() if value is not None]
 
@@ -480,23 +495,33 @@ class TrainingPlan:
         return path
 
     @property
-    def _answer(self) -> str:
-        what = f"{self.chosen.words}: " if self.chosen is not None else ""
-        fits = "of" if self.peak <= self.budget else "and does not fit into"
-        return f"{what}a step takes {ms(self.seconds)} and needs {gib(self.peak)} {fits} {self.budget_shown}."
+    def answer(self) -> str:
+        """The plan in a sentence: whether it fits, what it does, its speed, what limits it, and what would help."""
+        fits = self.peak <= self.budget
+        what = ", ".join(filter(None, [self.chosen.words if self.chosen is not None else "", self._speed]))
+        helps = f"; what would help most is {self.helps[0]}" if self.helps else ""
+        return (
+            f"{'Fits' if fits else 'Does not fit'}{f' with {what}' if what else ''}: a step takes {ms(self.seconds)} "
+            f"and needs {gib(self.peak)} {'of' if fits else 'where there are'} {self.budget_shown}; the limit is "
+            f"{self.binding}{helps}."
+        )
 
     @property
     def _shown(self) -> Shown:
         cards = {
             "step": (ms(self.seconds), self._speed),
-            "model FLOPs utilization": (f"{self.mfu:.1%}" if self.mfu else "unknown", "of the data sheet's peak"),
+            "model FLOPs utilization": (
+                f"{self.mfu:.1%}" if self.mfu else "unknown",
+                f"of the data sheet's peak; {self.mfu_all_scores:.1%} with all scores of causal attention",
+            ),
+            "optimizer": (ms(self.optimizer), self.update),
             "exposed communication": (ms(self.exposed), f"{self.exposed / self.seconds:.1%} of the step"),
             "memory": (gib(self.peak), f"of {self.budget_shown}"),
         }
         runner_up = self._next
         return Shown(
             title=f"{self.model} on {self._ranks}",
-            answer=self._answer,
+            answer=self.answer,
             cards=cards,
             memory=self.memory,
             budget=self.budget,
@@ -506,6 +531,7 @@ class TrainingPlan:
             notes=[
                 *([f"Rounds {self.rounding}."] if self.rounding else []),
                 f"Limit: {self.binding}.",
+                *([f"Would help: {'; '.join(self.helps)}."] if self.helps else []),
                 *([f"The next smaller plan, {runner_up}."] if runner_up else []),
                 *self.notes,
             ],
@@ -515,7 +541,7 @@ class TrainingPlan:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as text, written to ``path`` if one is given."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "again"}
+        data = {"answer": self.answer} | {f.name: getattr(self, f.name) for f in fields(self) if f.name != "again"}
         data |= {"cost": asdict(self.cost), "pareto": [asdict(row) for row in self.pareto]}
         text = json.dumps(data, indent=2) + "\n"
         if path is not None:
@@ -537,7 +563,8 @@ class TrainingPlan:
             data["cost"] = CostModel.from_dict(data["cost"])
             data["pareto"] = Rows(_checked(Row(**row)) for row in data["pareto"])
             data["mesh_shape"] = tuple(data["mesh_shape"]) if data["mesh_shape"] else None
-            data["notes"] = tuple(data["notes"])
+            data |= {name: tuple(data.get(name, ())) for name in ("notes", "helps")}
+            data.pop("answer", None)  # which follows from the others
             found = _checked(cls(**data))
             if (shape := found.mesh_shape) and (len(shape) != 2 or math.prod(shape) != found.world_size):
                 raise ValueError(f"a mesh of shape {shape} for {found.world_size} ranks")

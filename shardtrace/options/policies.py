@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import re
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -597,11 +599,21 @@ class MemoryBudget:
 
 
 def optimizer_class(optimizer: Any) -> Any:
-    """A class of optimizers, or None. Raises ValueError if there is none of this name."""
-    found = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
+    """A class of optimizers or None, as it is given or of a text: "SGD", "SGD(momentum=0.9)". Raises ValueError if
+    there is none of this name."""
+    found = _named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
     if (found is not None and callable(found)) or optimizer is None:
         return found
     raise ValueError(f"torch.optim has no optimizer {optimizer!r}: pass its class")
+
+
+def _named_optimizer(text: str) -> Any:
+    try:
+        call = ast.parse(text if text.endswith(")") else f"{text}()", mode="eval").body
+        arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}  # type: ignore[attr-defined]
+        return partial(getattr(torch.optim, call.func.id), **arguments)  # type: ignore[attr-defined]
+    except (SyntaxError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def parse_memory(given: MemoryBudget | str | float | None) -> MemoryBudget | None:

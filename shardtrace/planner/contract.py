@@ -38,6 +38,7 @@ from shardtrace.options.policies import MemoryBudget
 from shardtrace.options.strategy import RECOMPUTED, repeated_blocks
 from shardtrace.planner.compose import Compiled, ComposedStep, compiled_step, placed
 from shardtrace.planner.estimate import (
+    NO_OPTIMIZER,
     Estimate,
     OptimizerCost,
     Setting,
@@ -69,7 +70,6 @@ class MemoryBudgetError(RuntimeError):
 
 KERNELS = 0.01  # of tensors' bytes: what kernels on a CPU allocate for themselves
 TOLERANCE = 0.01  # of a budget, between what was chosen and what was compiled
-NO_OPTIMIZER = OptimizerCost("no optimizer", 0.0, 0.0, 0.0)
 
 
 class Choice(NamedTuple):
@@ -161,7 +161,7 @@ class Contract:
         """Its hardware has the memory of the budget."""
         device = next(iter(self.state.entries)).device.type if self.state.entries else "cpu"
         optimizer = _budget(self.state).optimizer
-        cost = optimizer_cost(optimizer) if optimizer is not None else NO_OPTIMIZER
+        cost = optimizer_cost(optimizer, device) if optimizer is not None else NO_OPTIMIZER
         found = replace(hardware("cpu" if device == "cpu" else "cuda"), memory=self.budget)
         found = replace(found, allocator=max(found.allocator, KERNELS))
         setting = Setting(self.state.cost, found, cost, losses=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_functions
@@ -44,27 +45,51 @@ SIDE = 64  # of the matrix on which an optimizer is tried
 
 class OptimizerCost(NamedTuple):
     """For each element of a parameter: ``state`` bytes that are kept between steps, ``moved`` bytes that a step reads
-    and writes, ``temporary`` bytes that it needs if it treats all parameters at once, as torch does on a GPU."""
+    and writes, and ``temporary`` bytes that it makes.
+
+    ``way`` is how torch runs it: "fused" in one kernel, "foreach" with a kernel for each operation on all parameters,
+    or "for-loop" over the parameters. ``host``: the cost in the memory of the host, if it is another one; ``fused``:
+    with ``fused=True``, if torch has that and it was not asked for."""
 
     name: str
     state: float
     moved: float
     temporary: float
+    way: str = "for-loop"
+    host: OptimizerCost | None = None
+    fused: OptimizerCost | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.way})"
+
+    @property
+    def on_host(self) -> OptimizerCost:
+        """The cost in the memory of the host."""
+        return self.host or self
+
+
+NO_OPTIMIZER = OptimizerCost("no optimizer", 0.0, 0.0, 0.0)
+FUSED = ("AdamW", "Adam", "SGD")  # by torch, on a GPU
 
 
 class _Moved(TorchDispatchMode):
-    """Adds up the bytes that operators read and write."""
+    """Adds up the bytes that operators read and write, apart from writes into ``grad``: fused kernels name it as
+    written, and write it only to undo the scale of a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, grad: torch.Tensor) -> None:
         super().__init__()
-        self.bytes = 0
-        self.made = 0
+        self.grad, self.bytes, self.made = grad, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-        self.bytes += sum(t.nbytes for t in _tensors((args, kwargs, result)))
-        self.made += sum(t.nbytes for t in _tensors(result) if t.untyped_storage().data_ptr() not in before)
+        specs = func._schema.arguments
+        given = {**dict(zip((s.name for s in specs), args, strict=False)), **(kwargs or {})}
+        read = {t.data_ptr(): t.nbytes for t in _tensors(given)}  # once, however often it is named
+        written = [given[s.name] for s in specs if s.alias_info is not None and s.alias_info.is_write]
+        made = sum(t.nbytes for t in _tensors(result) if t.data_ptr() not in read)
+        self.bytes += sum(read.values()) + made
+        self.bytes += sum(t.nbytes for t in _tensors(written) if t.data_ptr() != self.grad.data_ptr())
+        self.made += made
         return result
 
 
@@ -72,26 +97,41 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.numel() >= SIDE]
 
 
-def optimizer_cost(optimizer: Callable[..., torch.optim.Optimizer] | str) -> OptimizerCost:
-    """Tries an optimizer on a small fp32 matrix.
+def optimizer_cost(optimizer: Callable[..., torch.optim.Optimizer] | str, device: str = "cpu") -> OptimizerCost:
+    """Tries an optimizer on a small fp32 matrix, in the way in which torch runs it.
 
     Args:
         optimizer: a class of optimizers, a partial one such as ``functools.partial(torch.optim.SGD, momentum=0.9)``, or
-            the name of one of ``torch.optim``.
+            the name of one of ``torch.optim``, with arguments or without: "AdamW(fused=True)".
+        device: "cpu", or another one, on which torch chooses "foreach" for most optimizers.
 
     Raises:
         ValueError: if there is no optimizer of this name.
     """
-    make = optimizer_class(optimizer)
+    make = partial(optimizer_class(optimizer), lr=1e-3)
+    found = make([torch.nn.Parameter(torch.ones(SIDE, SIDE))])
+    name, own = type(found).__name__, found.defaults
+    way = "fused" if own.get("fused") else "foreach" if own.get("foreach") else "for-loop"
+    fused = (
+        optimizer_cost(partial(make, fused=True, foreach=None), device) if way != "fused" and name in FUSED else None
+    )
+    cost = OptimizerCost(name, *_tried(make), way, None, fused)
+    if device == "cpu" or way != "for-loop" or own.get("foreach", False) is not None or name == "Adafactor":
+        return cost
+    return OptimizerCost(name, *_tried(partial(make, foreach=True)), "foreach", cost, fused)
+
+
+def _tried(make: Callable[..., torch.optim.Optimizer]) -> tuple[float, float, float]:
+    """The bytes of an element that are kept, moved and made."""
     parameter = torch.nn.Parameter(torch.ones(SIDE, SIDE))
     parameter.grad = torch.ones_like(parameter)
-    found = make([parameter], lr=1e-3)
+    found = make([parameter])
     found.step()  # makes its state
-    with _Moved() as moved:
+    with _Moved(parameter.grad) as moved:
         found.step()
     state = sum(t.nbytes for t in _tensors(list(found.state.values())))
     numel = parameter.numel()
-    return OptimizerCost(type(found).__name__, state / numel, moved.bytes / numel, moved.made / numel)
+    return state / numel, moved.bytes / numel, moved.made / numel
 
 
 # ---- a step ----
@@ -144,7 +184,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     if setting.others:
         kinds["others"] = setting.others
     kinds["activations"] += at.during - at.total
-    updating = setting.others + _while_updating((memory.backward or memory.forward).lines[-1], words, largest, setting)
+    updating = setting.others + while_updating((memory.backward or memory.forward).lines[-1], words, largest, setting)
     if updating > at.during:
         kinds |= {"activations": 0, "saved": 0, "unsharded": 0, "in_flight": 0}
         kinds["gradients"] = 4 * words
@@ -155,7 +195,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
             kinds["losses"] = more
     tensors = sum(kinds.values())
     reserved = memory_reserved(step, tensors, setting.hardware)
-    update = optimizer.moved * (words / cost.device.bandwidth + elsewhere / HOST_MEMORY)
+    update = optimizer.moved * words / cost.device.bandwidth + optimizer.on_host.moved * elsewhere / HOST_MEMORY
     last = backward.end
     return Estimate(
         seconds=count * last + update,
@@ -170,9 +210,9 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     )
 
 
-def _while_updating(last: LineMemory, words: int, largest: int, setting: Setting) -> int:
-    """Bytes while the optimizer works, which treats all parameters at once on a GPU, and one after another on a CPU."""
-    at_once = largest if setting.hardware.name == "cpu" else words
+def while_updating(last: LineMemory, words: int, largest: int, setting: Setting) -> int:
+    """Bytes while the optimizer works, on all parameters at once or on one after another."""
+    at_once = words if setting.optimizer.way == "foreach" else largest
     return last.inputs + int((setting.optimizer.state + 4) * words + setting.optimizer.temporary * at_once)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -187,7 +188,7 @@ def plan(
     given = fixed.pop("cost_model", cost_model)
     rates = Rates(given, "given", "given rates") if given is not None else rates_of(found, names, world_size)
     budget = found.memory if memory is None else parse_bytes(memory)
-    setting = Setting(rates.cost, found, optimizer_cost(optimizer), accumulation)
+    setting = Setting(rates.cost, found, optimizer_cost(optimizer, found.name), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
         chosen, *others = explore_degrees(task, context, budget)
@@ -235,7 +236,8 @@ def _decimal(memory: str | float | None) -> str:
 def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree]) -> TrainingPlan:
     task, family, found = search.task, search.families[point.candidate.family], point.estimate
     setting, choices = task.setting, task.options(family.options_of(point.candidate))
-    useful = setting.accumulation * family.useful_flops
+    of_peak = setting.accumulation / (found.seconds * setting.hardware.peak) if found.seconds else 0.0
+    useful, all_scores = family.useful_flops
     return TrainingPlan(
         model=type(task.model).__name__,
         fingerprint=fingerprint(task.model),
@@ -253,8 +255,11 @@ def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree])
         exposed=found.exposed,
         tokens=setting.accumulation * _tokens(task.inputs) // task.context,
         memory={kind: nbytes for kind, nbytes in found.memory.items() if nbytes},
-        mfu=useful / (found.seconds * setting.hardware.peak) if found.seconds else 0.0,
+        mfu=of_peak * useful,
+        mfu_all_scores=of_peak * all_scores,
         binding=_binding(search, found),
+        helps=tuple(words for _, words in sorted(_helps(search, point))),
+        update=_update(setting, found),
         pareto=Rows(_row(search, p) for p in search.front),
         cost=setting.cost,
         notes=(*_notes(search, point), *map(str, others)),
@@ -292,7 +297,62 @@ def _row(search: Search, point: Point) -> Row:
     )
 
 
+def _update(setting: Setting, found: Estimate) -> str:
+    """The optimizer and how torch runs it."""
+    return f"{setting.optimizer.on_host} on the host" if found.host else str(setting.optimizer)
+
+
+MOST = 0.25  # of a step, which an optimizer takes if it is no limit
+WORTH_IT = 0.1  # of a step's seconds, for which one takes more ranks
+
+
+def _helps(search: Search, point: Point) -> Iterator[tuple[float, str]]:
+    """What would make a step faster, or let it fit: the seconds of the step, and words."""
+    setting, budget, now = search.task.setting, search.budget, point.estimate
+    fits, on_device = now.peak <= budget, [p for p in search.front if not p.estimate.host]
+    faster = [p for p in on_device if p.estimate.seconds < (1 - WORTH_IT) * now.seconds]
+    if (fused := setting.optimizer.fused) is not None:
+        for p in (point, *faster[:1]):
+            family = search.families[p.candidate.family]
+            found = estimate(family.step(p.candidate), setting._replace(optimizer=fused), family.facts)
+            saved, freed = now.seconds - found.seconds, now.peak - found.peak
+            if found.peak <= budget and (
+                not fits or saved > NOT_WORTH_IT * now.seconds or freed > NOT_WORTH_IT * now.peak
+            ):
+                yield found.seconds, f"{fused.name}(fused=True): {duration(found.seconds)} a step, {size(found.peak)}"
+                break
+    for p in faster[:1] if fits else on_device[:1]:
+        ranks = _ranks_for(search, p)
+        if ranks is not None:
+            seconds = p.estimate.seconds - p.estimate.optimizer * (1 - search.task.world_size / ranks)
+            yield seconds, f"{ranks} ranks: about {duration(seconds)} a step"
+    if now.exposed > 0.05 * now.seconds:
+        seconds = now.seconds - now.exposed
+        yield seconds, f"faster links, or fewer bytes (allowed=): {duration(seconds)} a step or more"
+    device = setting.cost.device
+    if "mp_policy" not in search.task.fixed and device.half_flops > 2 * device.flops:
+        yield 0.0, f'mp_policy="bf16": products are {device.half_flops / device.flops:.0f} times as fast'
+
+
+def _ranks_for(search: Search, point: Point) -> int | None:
+    """About how many ranks a step would fit on, if it is one that shards over all of them; a multiple of machines'."""
+    task, setting = search.task, search.task.setting
+    sharded = (1 + setting.hardware.allocator) * (8 + setting.optimizer.state) * task.trained / task.world_size / 4
+    short = point.estimate.peak - search.budget
+    if search.families[point.candidate.family].kind != "zero" or not 0 < short < sharded or point.estimate.host:
+        return None
+    ranks = math.ceil(task.world_size * sharded / (sharded - short))
+    inside = setting.cost.node_ranks if ranks > setting.cost.node_ranks else 1
+    return -(-ranks // inside) * inside
+
+
 def _binding(search: Search, found: Estimate) -> str:
+    if found.peak > search.budget:
+        return f"memory: {size(found.peak - search.budget)} are missing"
+    if found.optimizer > MOST * found.seconds:
+        return (
+            f"the optimizer: {found.optimizer / found.seconds:.0%} of the step is {_update(search.task.setting, found)}"
+        )
     faster = [p for p in search.front if p.estimate.seconds < 0.999 * found.seconds]
     if faster:
         better = faster[0].estimate

@@ -220,7 +220,7 @@ class Family:
     options: Mapping[str, Any]
     note: str
     _points: dict[Candidate, Point] = field(default_factory=dict)
-    _facts: dict[Any, Any] = field(default_factory=dict)
+    facts: dict[Any, Any] = field(default_factory=dict)  # as in ``step_liveness``
 
     @property
     def name(self) -> str:
@@ -242,7 +242,7 @@ class Family:
     def point(self, candidate: Candidate, name: str = "") -> Point:
         """Predicts a candidate. ``name``: of a recipe."""
         if candidate not in self._points:
-            found = estimate(self.step(candidate), self.task.setting, self._facts)
+            found = estimate(self.step(candidate), self.task.setting, self.facts)
             self._points[candidate] = Point(candidate, found, name)
         return self._points[candidate]
 
@@ -255,10 +255,12 @@ class Family:
         return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch, gather, reduction))
 
     @property
-    def useful_flops(self) -> float:
-        """FLOPs of a forward and a backward that recomputes nothing: a backward has twice the products of its
-        forward."""
-        return 3.0 * sum(forward_flops(b) for b in self.base.step.forward.bound_symbols)
+    def useful_flops(self) -> tuple[float, float]:
+        """FLOPs of a forward and a backward that recomputes nothing: a backward has twice the products of its forward.
+        With half of the scores of causal attention, and with all of them."""
+        forward = self.base.step.forward.bound_symbols
+        part, whole = (3.0 * sum(forward_flops(b, all_scores=every) for b in forward) for every in (False, True))
+        return part, whole
 
     # ---- what is known of them ----
 
@@ -611,7 +613,7 @@ class Search:
         freed = (1 + setting.hardware.allocator) * (8 + optimizer.state) * words
         steps = front(self.points)
         bound = next((p for p in steps if p.estimate.peak > self.budget + freed), steps[-1]).estimate
-        least = bound.seconds - bound.optimizer + optimizer.moved * words / HOST_MEMORY
+        least = bound.seconds - bound.optimizer + optimizer.on_host.moved * words / HOST_MEMORY
         if best is not None and best.estimate.seconds <= least:
             return
         for family in bases:

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import shardtrace
 from passes.plan import CostModel, Device, Link, Placement
 from shardtrace.cli import main
 from shardtrace.inspector.fake import fake_ranks
-from shardtrace.inspector.step_data import duration
+from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import state_of
 from shardtrace.options.planned import choices_of, gib, ms, options_of
 
@@ -39,6 +40,41 @@ def test_what_it_prints(planned):
     assert f"GPT on {RANKS} ranks of cpu, 1gbit between ranks (modelled rates)" in text
     for word in ("sharding_strategy", "tokens/s", "MFU", "optimizer", "limit", "\n> "):
         assert word in text
+
+
+def test_the_first_sentence(planned, tmp_path):
+    """Text, page and JSON begin with the answer: it fits, with what, how fast, the limit, what would help."""
+    answer = str(planned).partition("\n")[0]
+    speed = f"{planned.tokens / planned.seconds:,.0f} tokens/s a rank"
+    assert answer.startswith(f"Fits with {planned.chosen.words}, {speed}: a step takes {ms(planned.seconds)}")
+    assert answer.endswith(f"the limit is {planned.binding}; what would help most is {planned.helps[0]}.")
+    assert next(iter(json.loads(planned.to_json()).items())) == ("answer", answer)
+    assert f'</h2><p class="answer">{escape(answer)}</p>' in planned.to_html(tmp_path / "plan.html").read_text()
+
+
+def test_the_optimizer_and_mfu_are_named(planned, tmp_path):
+    assert planned.update == json.loads(planned.to_json())["update"] == "AdamW (for-loop)"
+    assert f"AdamW (for-loop) {ms(planned.optimizer)}" in str(planned)
+    assert "AdamW (for-loop)" in planned.to_html(tmp_path / "plan.html").read_text()
+    assert planned.mfu < planned.mfu_all_scores
+    assert f"MFU {planned.mfu:.1%} ({planned.mfu_all_scores:.1%} with all scores of causal attention)" in str(planned)
+
+
+def test_what_helps_if_nothing_fits():
+    """A step that is too large by a tenth of what is sharded would fit on more ranks."""
+    fixed = {"sharding_strategy": "zero3", "activation_checkpointing": None, "prefetch": 1}
+
+    def plan(memory, ranks=RANKS):
+        return shardtrace.plan(gpt(), (tokens(), tokens()), world_size=ranks, device="cpu", memory=memory, fixed=fixed)
+
+    least = plan(1e9).pareto[0].memory
+    with pytest.raises(shardtrace.NoPlanFitsError) as raised:
+        plan(budget := least - sum(p.nbytes for p in gpt().parameters()) // (2 * RANKS))
+    found = raised.value.least
+    assert found.answer.startswith(f"Does not fit with {found.chosen.words}")
+    assert f"the limit is memory: {size(least - budget)} are missing; what would help most is " in found.answer
+    ranks = next(text for text in found.helps if "ranks" in text)
+    assert plan(budget, ranks=int(ranks.partition(" ")[0])).peak <= budget
 
 
 def test_the_front_as_a_table(planned):
