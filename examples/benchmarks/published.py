@@ -2,8 +2,8 @@
 
     python examples/benchmarks/published.py
 
-``RUNS`` are torchtitan's, of Llama 3 with FSDP2, in eager mode: bf16 parameters, gradients reduced in fp32, AdamW,
-sequences of 8192 tokens. "selective layer" recomputes every second block. "selective op" recomputes every second
+``RUNS`` are torchtitan's, of Llama 3 with FSDP2, in eager mode or compiled: bf16 parameters, gradients reduced in fp32,
+AdamW, sequences of 8192 tokens. "selective layer" recomputes every second block. "selective op" recomputes every second
 product of a block: its activations have about the bytes, and their recomputation about the FLOPs, of 20 blocks with
 ``"cheap"`` among 12 with ``"full"``, which stand for it here. ``LONG`` are runs with long sequences, which ranks share.
 """
@@ -33,7 +33,7 @@ MODELS = CONFIGS | {"Qwen3-8B": Config(width=4096, layers=36, heads=32, hidden=1
 class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
     its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks,
-    ``clock`` over that of ``device``.
+    ``clock`` over that of ``device``. ``compiled``: with torch.compile, for which the executor of that name stands.
     """
 
     model: str
@@ -48,19 +48,26 @@ class Run(NamedTuple):
     context: int | None = None
     attention: str = "flash2"
     clock: float = 1.0
+    compiled: bool = False
 
 
 # The clock of an H100 with HBM2e, which is limited to 500 W, over that of one of 700 W. Power grows with the clock and
 # with the square of the voltage, which itself grows with the clock.
 WATTS_500 = (500 / 700) ** (1 / 3)
-# https://github.com/pytorch/torchtitan, docs/performance.md: the first of 2025, the others of 2024
+# https://github.com/pytorch/torchtitan: on H100s from benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, the
+# others from docs/performance.md of 2024. None of 70B is compiled without tensor parallelism, too
+HBM2E = 2.4e12
+H100: dict[str, Any] = {"device": "h100-sxm", "batch": 2, "checkpointing": "selective op", "bandwidth": HBM2E}
+H100["clock"] = WATTS_500
 RUNS = (
-    Run("8B", 8, "h100-sxm", 2, "selective op", 5762, memory=82.4, bandwidth=2.4e12, clock=WATTS_500),
+    Run("8B", 8, **H100, speed=5762, memory=82.4),
+    Run("8B", 8, **H100, speed=6667, memory=77.0, compiled=True),
+    Run("8B", 128, **H100, speed=5605, memory=67.0),
+    Run("8B", 128, **H100, speed=6514, memory=62.0, compiled=True),
     Run("8B", 64, "a100-80", 1, "selective op", 2973),
     Run("8B", 64, "a100-80", 1, "selective layer", 2904),
     Run("70B", 64, "a100-80", 1, "full", 331),
 )
-HBM2E = 2.4e12
 LONG = (
     # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 2: with torch.compile and Float8, which are not
     # predicted; ring attention
@@ -97,6 +104,8 @@ def predict(run: Run) -> TrainingPlan:
     x = torch.zeros(run.batch, run.tokens, dtype=torch.long)
     options: dict[str, Any] = {"device": run.device, "memory": "1TB", "cost_model": cost, "fixed": fixed}
     options["context"] = run.context
+    if run.compiled:
+        options["jit_options"] = {"executors": ["sdpa", "torch_kernels", "torchcompile"]}
     return shardtrace.plan(model, (x, x), world_size=run.ranks, **options)
 
 
@@ -115,7 +124,7 @@ def row(run: Run) -> str:
     found = predict(run)
     speed, peak = found.tokens / found.seconds, found.peak / 2**30
     split = f" over {run.context}" if run.context else ""
-    kernels = f", {run.attention}" if run.attention != "flash2" else ""
+    kernels = f", {run.attention}" if run.attention != "flash2" else ", compiled" if run.compiled else ""
     cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}, {run.tokens:,} tokens{split}{kernels}"]
     cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}"]
     cells += [f"{run.memory or ''}", f"{peak:.1f}", f"{peak / run.memory - 1:+.1%}" if run.memory else ""]
