@@ -46,7 +46,7 @@ from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import state_of, states_in
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import POLICIES, grouped, needs
-from shardtrace.planner import plan
+from shardtrace.planner import MemoryBudgetError, plan
 
 import thunder
 import torch
@@ -55,7 +55,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 INSPECTED = (
     *("sharding_strategy", "bucketing_strategy", "mp_policy", "activation_checkpointing", "prefetch", "gather_dtype"),
-    *("reduce_wire", "error_feedback", "plan", "offload_policy"),
+    *("reduce_wire", "error_feedback", "plan", "offload_policy", "memory"),
 )
 CLUSTER = ("device", "link", "node_link", "node_ranks")  # the rates that predictions rest on
 DEVICE = "h100-sxm"
@@ -64,7 +64,7 @@ FLAGS = {  # options of fsdp and fields of its policies, by the commands that ha
     "inspect": INSPECTED,
     "explain": INSPECTED,
     "prove": INSPECTED,
-    "check": ("sharding_strategy", "bucketing_strategy", "mp_policy"),
+    "check": ("sharding_strategy", "bucketing_strategy", "mp_policy", "memory"),
     "plan": ("sharding_strategy", "mp_policy"),
 }
 ABOUT = {  # what each flag of an option takes
@@ -78,8 +78,9 @@ ABOUT = {  # what each flag of an option takes
     "error_feedback": ("", "with --reduce-wire: add what rounding left out to the next step's gradients"),
     "plan": ("FILE", "a plan that `shardtrace plan --out FILE` wrote; it also sets --world-size"),
     "offload_policy": ("", "keep shards, gradients and optimizer state in host memory"),
+    "memory": ("M", "of a rank, as in 80GB or 72GiB: blocks recompute what they must for a step to fit"),
 }
-PYTHON = (*ABOUT, *CLUSTER, "memory", "context", "accumulation", "mesh_shape", "world_size")  # names in errors
+PYTHON = (*ABOUT, *CLUSTER, "context", "accumulation", "mesh_shape", "world_size")  # names in errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if interrupt_of(error) is not None:
             print(f"shardtrace: {options.command} was interrupted", file=sys.stderr)
             return INTERRUPTED
-        ours = isinstance(error, PlanError | NoPlanFitsError)
-        said = _in_flags(str(error)) if isinstance(error, ValueError | TypeError) else str(error)
+        ours = isinstance(error, PlanError | NoPlanFitsError | MemoryBudgetError)
+        said = _in_flags(str(error)) if ours or isinstance(error, ValueError | TypeError) else str(error)
         kind = "" if ours else f"{type(error).__name__}: "
         print(f"shardtrace: {kind}{said} (--traceback shows where){notes_of(error)}", file=sys.stderr)
         return 1

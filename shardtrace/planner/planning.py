@@ -337,7 +337,9 @@ def _helps(search: Search, point: Point) -> Iterator[tuple[float, str]]:
 def _ranks_for(search: Search, point: Point) -> int | None:
     """About how many ranks a step would fit on, if it is one that shards over all of them; a multiple of machines'."""
     task, setting = search.task, search.task.setting
-    sharded = (1 + setting.hardware.allocator) * (8 + setting.optimizer.state) * task.trained / task.world_size / 4
+    at_peak = sum(point.estimate.memory.get(kind, 0) for kind in ("inputs", "optimizer", "gradients"))
+    at_rest = (8 + setting.optimizer.state) * task.trained / task.world_size / 4
+    sharded = (1 + setting.hardware.allocator) * min(at_peak, at_rest)
     short = point.estimate.peak - search.budget
     if search.families[point.candidate.family].kind != "zero" or not 0 < short < sharded or point.estimate.host:
         return None

@@ -188,6 +188,17 @@ def test_interrupt(folder, capsys, target):
     assert capsys.readouterr().err.endswith("shardtrace: explain was interrupted\n")
 
 
+def test_memory(folder, capsys):
+    """A step under a budget, which the text names, or an error in flags."""
+    assert main(["explain", "factory_for_cli.py:model", "--memory", "1GB"]) == 0
+    assert "memory: peak " in capsys.readouterr().out
+    assert main(["prove", "factory_for_cli.py:model", "--memory", "1B"]) == 1
+    error = capsys.readouterr().err
+    assert "shardtrace: no step of Sequential with these inputs fits into 1B" in error
+    assert "(--memory " in error
+    assert "Other options that save memory: --mp-policy bf16" in error
+
+
 def test_explain_module(folder, capsys):
     assert main(["explain", "factory_for_cli:model", "--sharding-strategy", "zero2"]) == 0
     assert capsys.readouterr().out.startswith("Sequential: ZeRO-2 over 8 ranks, seen from rank 0")

@@ -73,8 +73,10 @@ def test_what_helps_if_nothing_fits():
     found = raised.value.least
     assert found.answer.startswith(f"Does not fit with {found.chosen.words}")
     assert f"the limit is memory: {size(least - budget)} are missing; what would help most is " in found.answer
-    ranks = next(text for text in found.helps if "ranks" in text)
-    assert plan(budget, ranks=int(ranks.partition(" ")[0])).peak <= budget
+    ranks = next(int(text.partition(" ")[0]) for text in found.helps if "ranks" in text)
+    assert plan(budget, ranks=ranks + 1).peak <= budget  # about so many
+    with pytest.raises(shardtrace.NoPlanFitsError):
+        plan(budget, ranks=RANKS)
 
 
 def test_the_front_as_a_table(planned):
