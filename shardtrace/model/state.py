@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 from weakref import WeakSet, ref
@@ -82,6 +83,8 @@ class ShardedState:
         self.model, self.model_name = model, type(model).__name__
         self.groups, self.group = groups, groups.everyone
         self.options, self.cost = options, cost
+        # what chooses a step that fits, of the planner, which is a room above and therefore found by its name
+        self.contract = import_module("shardtrace.planner.contract").Contract if options.memory is not None else None
         self.left = left or ParameterMemory()  # the memory in which parameters were whole
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one

@@ -301,9 +301,6 @@ def dump() -> Observe | None:
 
 F = TypeVar("F", bound=Callable[..., Any])
 KEPT = 64  # compiled steps of a jitted function
-# Makes the contract of models that have a budget of memory, of the contract of earlier calls in the same step, their
-# states, the compilation and its facts. The planner, a room above this one, puts it here.
-contracts: Callable[[Any, Sequence[ShardedState], Compilation, Facts], Any] | None = None
 
 # Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
 # traces that a script compiles.
@@ -331,8 +328,9 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     facts.chunks = states[0].options.compile.chunk_loss
-    if contracts is not None:
-        facts.contract = contracts(facts.contract, states, compilation, facts)
+    in_step = [*getattr(facts.contract, "states", ()), *states]  # also of earlier calls
+    if makes := [s.contract for s in in_step if s.contract is not None]:
+        facts.contract = makes[0](compilation, facts, list(dict.fromkeys(in_step)))
     by_stand_in: dict[int, ShardedParameter] = {}
     for state in states:
         if state.model_name not in facts.models:

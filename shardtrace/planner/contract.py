@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from passes.plan import BucketPlan, Placement, ShardedParameter, TracedParameter
 from passes.plan.cost import hardware
 from passes.save import block_around
 from shardtrace.inspector.step_data import size
-from shardtrace.model import tracing
 from shardtrace.model.state import ShardedState
 from shardtrace.options.policies import MemoryBudget
 from shardtrace.options.strategy import RECOMPUTED, repeated_blocks
@@ -492,14 +491,3 @@ class Steps:
         batch = sum(memory.get(kind, 0) for kind in ("activations", "saved"))
         said = f"the least is {size(least.estimate.peak)}{f', {words}' if words else ''}"
         return self.contract.error(self.computation, said, least.estimate.peak, batch)
-
-
-def _contract(earlier: Any, states: Sequence[ShardedState], compilation: Compilation, facts: Facts) -> Contract | None:
-    """The contract of a call of these models, in a step that an ``earlier`` call may have begun."""
-    known = earlier.states if isinstance(earlier, Contract) else []
-    if not known and not any(s.options.memory is not None for s in states):
-        return None
-    return Contract(compilation, facts, list(dict.fromkeys([*known, *states])))
-
-
-tracing.contracts = _contract

@@ -454,8 +454,9 @@ def explore(family: Family, rounding: Rounding = EXACT) -> None:
     recipes(family, rounding)
     if not (family.classes or family.buckets):
         return
-    program = Program(family, rounding)
-    for solved in filter(None, map(program.solve, _levels(program.most, family.task.setting.hardware.memory))):
+    program, memory = Program(family, rounding), family.task.setting.hardware.memory
+    levels = _levels(program.most, memory, few="offload_policy" in family.options)
+    for solved in filter(None, map(program.solve, levels)):
         kept = family.allowed_kept(solved.kept)
         for prefetch in family.prefetches if family.buckets else family.prefetches[:1]:
             found = family.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
@@ -524,9 +525,12 @@ def recipes(family: Family, rounding: Rounding = EXACT) -> None:
             family.point(Candidate(family.name, recomputed, kept, prefetch, rounding), "by hand")
 
 
-def _levels(most: float, memory: float) -> list[float]:
-    """Amounts of memory up to ``most``. They do not depend on the budget, so that budgets can be compared."""
+def _levels(most: float, memory: float, *, few: bool = False) -> list[float]:
+    """Amounts of memory up to ``most``. They do not depend on the budget, so that budgets can be compared. ``few``:
+    half as many, up to that of the device, for steps that take so long that little depends on them."""
     inside = min(most, memory)
+    if few:
+        return [float(level) for level in np.linspace(0.0, inside, LEVELS // 2)]
     beyond = np.linspace(inside, most, BEYOND + 1)[1:] if most > inside else np.array([])
     return [float(level) for level in (*np.linspace(0.0, inside, LEVELS), *beyond)]
 
