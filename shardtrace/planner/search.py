@@ -481,6 +481,22 @@ def explore_near(family: Family, budget: float) -> None:
             continue
         found = prefetched(family, solved._replace(kept=family.allowed_kept(solved.kept)), budget)
         low, high = (middle, high) if found.estimate.peak <= budget else (low, middle)
+    for _ in range(FEW):  # a peak does not always grow with what is saved, so that the halving may end too low
+        best = fastest(family.points, budget)
+        if best is None or all(c in family._points for c in _lighter(family, best.candidate)):
+            break
+        for candidate in _lighter(family, best.candidate):
+            family.point(candidate)
+
+
+def _lighter(family: Family, candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates in which one block recomputes less: of those that recompute the same, the last one."""
+    chosen, order = dict(candidate.recomputed), list(family.variants)  # nothing comes first, then less before more
+    for what in dict.fromkeys(chosen.values()):
+        last = [name for name, own in chosen.items() if own == what][-1]
+        for less in order[: order.index(what)]:
+            others = chosen | {last: less} if less != NOTHING else {n: w for n, w in chosen.items() if n != last}
+            yield candidate._replace(recomputed=family.in_order(others.items()))
 
 
 def prefetched(family: Family, candidate: Candidate, budget: float) -> Point:

@@ -1,8 +1,19 @@
 """The search: budgets, recipes, and the order of what it finds."""
 
 import ctypes
+from dataclasses import replace
 
-from shardtrace.planner.search import EXACT, NOTHING, Candidate, Point, Program, explore, fastest, front
+from shardtrace.planner.search import (
+    EXACT,
+    NOTHING,
+    Candidate,
+    Point,
+    Program,
+    explore,
+    explore_near,
+    fastest,
+    front,
+)
 
 import pytest
 import scipy.optimize
@@ -76,3 +87,24 @@ def test_what_the_solver_prints_is_dropped(family, capfd, monkeypatch):
     ctypes.CDLL(None).fflush(None)
     print("ours", flush=True)
     assert capfd.readouterr().out == "ours\n"
+
+
+@pytest.fixture(scope="module")
+def numbers(family):
+    """Steps with each number of first blocks that recompute all and of next ones that recompute the cheap."""
+    found = replace(family, _points={})
+    names = [name for c in family.classes for name, _ in c.calls]
+    for full in range(len(names) + 1):
+        for cheap in range(len(names) + 1 - full):
+            recomputed = tuple(zip(names, ["full"] * full + ["cheap"] * cheap, strict=False))
+            for kept in (frozenset(), frozenset(family.buckets)):
+                found.point(Candidate(family.name, recomputed, kept, 1))
+    return found.points
+
+
+@pytest.mark.parametrize("part", [0.0, 0.05, 0.3, 0.7])
+def test_near_a_budget_no_number_of_blocks_is_faster(family, numbers, part):
+    near, peaks = replace(family, _points={}), [p.estimate.peak for p in numbers]
+    budget = min(peaks) + part * (max(peaks) - min(peaks))
+    explore_near(near, budget)
+    assert fastest(near.points, budget).estimate.seconds <= 1.05 * fastest(numbers, budget).estimate.seconds
