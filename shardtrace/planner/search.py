@@ -482,10 +482,11 @@ def explore_near(family: Family, budget: float) -> None:
         found = prefetched(family, solved._replace(kept=family.allowed_kept(solved.kept)), budget)
         low, high = (middle, high) if found.estimate.peak <= budget else (low, middle)
     for _ in range(FEW):  # a peak does not always grow with what is saved, so that the halving may end too low
-        best = fastest(family.points, budget)
-        if best is None or all(c in family._points for c in _lighter(family, best.candidate)):
+        best, known = fastest(family.points, budget), {p.candidate for p in family.points}
+        more = [c for c in _lighter(family, best.candidate) if c not in known] if best is not None else []
+        if not more:
             break
-        for candidate in _lighter(family, best.candidate):
+        for candidate in more:
             family.point(candidate)
 
 
