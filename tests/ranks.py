@@ -177,9 +177,13 @@ def _serve(rank: int, world_size: int, store: str, connection: Any, device: str)
     )
     from passes.proof import prove as proof
 
-    prove, turns = proof.prove, count(rank)
+    prove, turns, last = proof.prove, count(rank), ""
     while (job := connection.recv()) is not None:
         module, function, kwargs = job
+        if module != last:  # see small_heap of the conftest
+            last = module
+            gc.collect()
+            gc.freeze()
         proof.prove = prove if next(turns) % world_size == 0 else lambda *_: proof.Proof("proven")
         torch.manual_seed(0)  # ranks must begin with the same parameters
         try:
