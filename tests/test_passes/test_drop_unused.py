@@ -213,7 +213,9 @@ def test_lines(fake_ranks):
         assert sorted(sorted(b.args[1].obj.sources) for b in added) == [[0], [0], [1], [1]]
     printed = str(trace)
     assert re.search(r"# unless_unused in 4 lines, None if no gradient has come on any rank: t\d+ = t\d+,", printed)
-    assert re.search(r"  # mark_unused in 2 lines, minus zero if no gradient has come: t\d+ = t\d+, t\d+ = t\d+\n", printed)
+    assert re.search(
+        r"  # mark_unused in 2 lines, minus zero if no gradient has come: t\d+ = t\d+, t\d+ = t\d+\n", printed
+    )
     assert "unused(" not in printed
     one = compile_fake(lambda: nn.Linear(4, 4), torch.ones(3, 4))
     assert "unused" not in str(thunder.last_backward_traces(one)[-1])
