@@ -13,9 +13,8 @@ import shardtrace  # noqa: F401  makes thunder importable on torch 2.13 to 2.15
 
 import pytest
 import torch.distributed as dist
-from ranks import REWRITTEN, Ranks, trace_faster
+from ranks import REWRITTEN, Ranks
 
-trace_faster()
 pytest.register_assert_rewrite(*REWRITTEN)
 
 

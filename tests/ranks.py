@@ -6,8 +6,6 @@ process does it and all ranks are its forks. It has run nothing, so no fork copi
 
 from __future__ import annotations
 
-import dis
-import functools
 import gc
 import importlib
 import multiprocessing
@@ -17,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
@@ -30,29 +27,6 @@ import pytest
 REWRITTEN = ("exchange", "on_gpus", "sharded_training")
 
 Test = TypeVar("Test", bound=Callable[..., None])
-
-
-def trace_faster() -> None:
-    """Saves a tenth of the time of tests. Tracing makes many small objects and little garbage, for which Python would
-    look too often. Thunder's interpreter disassembles a function at each call. Each seed is noted, with a traceback, for
-    the accelerators of each kind that may be initialized later.
-    """
-    import torch
-
-    gc.set_threshold(20_000, 10, 10)
-    # no closure: a recording would take its variables for state of the model
-    dis.get_instructions = functools.partial(_get_instructions, dis.get_instructions, {})
-    for device in (torch.cuda, torch.xpu, torch.mtia):
-        if not device.is_available():
-            device.manual_seed_all = lambda seed: None
-
-
-def _get_instructions(disassemble: Any, known: dict[int, Any], code: Any, **options: Any) -> Any:
-    if options or not isinstance(code, types.CodeType):
-        return disassemble(code, **options)
-    if id(code) not in known:
-        known[id(code)] = code, tuple(disassemble(code))  # the code keeps its id from being used again
-    return iter(known[id(code)][1])
 
 
 # What all forks have imported, Thunder after what makes it importable. The rest would take two seconds in each fork of
@@ -86,7 +60,6 @@ def _serve(rank: int, world_size: int, store: str, connection: Any, device: str)
     import torch
     import torch.distributed as dist
 
-    trace_faster()
     torch.set_num_threads(1)
     _rewrite_asserts()
     backend = "gloo"
@@ -259,7 +232,6 @@ def _run_rank(path: Path, arguments: Sequence[str], folder: Path) -> None:
 def _run_script(
     path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path | str]
 ) -> None:
-    trace_faster()
     for number, stream in enumerate(streams, 1):
         with open(stream, "a") as file:
             os.dup2(file.fileno(), number)
