@@ -512,7 +512,8 @@ class TrainingPlan:
             "step": (ms(self.seconds), self._speed),
             "model FLOPs utilization": (
                 f"{self.mfu:.1%}" if self.mfu else "unknown",
-                f"of the data sheet's peak; {self.mfu_all_scores:.1%} with all scores of causal attention",
+                "of the data sheet's peak"
+                + (f"; {self.mfu_all_scores:.1%} with all scores of causal attention" if self.mfu else ""),
             ),
             "optimizer": (ms(self.optimizer), self.update),
             "exposed communication": (ms(self.exposed), f"{self.exposed / self.seconds:.1%} of the step"),
