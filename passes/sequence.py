@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, block_of, differentiated, unique_name
 from passes.analysis.dims import Placed, TorchLine, follow, lead, resized, torch_line
-from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, properties
-from passes.comm.sequence import Part, cut, exchange_heads, gather_output, gather_sequence, sum_sequence, to_output
+from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, part_at, properties
+from passes.comm.sequence import NOT_SPLIT, Part, cut, exchange_heads, gather_output, gather_parts, sum_parts, to_output
 from passes.comm.symbols import Property
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
 from passes.compat.versions import Fakes
@@ -49,7 +49,7 @@ def gathers_first(lines: Iterable[BoundSymbol]) -> list[BoundSymbol]:
     waiting: list[BoundSymbol] = []  # lines since the last use of a gathered value
     gathered: set[str] = set()
     for bsym in lines:
-        if bsym.sym.id in (gather_sequence.id, exchange_heads.id):
+        if bsym.sym.id in (gather_parts.id, exchange_heads.id):
             needed = _needed(waiting, names(bsym.flat_proxy_args))
             placed += [*needed, bsym]
             taken = set(map(id, needed))
@@ -373,7 +373,7 @@ class Splitter:
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
-            total = sum_sequence(x, self.everywhere)
+            total = sum_parts(x, self.everywhere)
             return total if how == "sum" else ltorch.mul(total, 1.0 / self.plan.ranks)
 
         return self.writer.emit(line, combine)[0]
@@ -430,7 +430,7 @@ class Splitter:
             pairs = zip(call.operands, placed.operands, strict=True)
             operands = [self.whole(o) if s is None else self.part(o, s) for o, s in pairs]
             (found,) = self.writer.on_parts(line, call, operands, [part.local_shape(tuple(result.shape))])
-            self.know_whole(result, self.writer.emit(line, partial(gather_sequence, found, part))[0])
+            self.know_whole(result, self.writer.emit(line, partial(gather_parts, found, part))[0])
             return True
         return False
 
@@ -477,7 +477,7 @@ class Splitter:
         if value.whole is None:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)
-            (value.whole,) = self.writer.emit(value.line, lambda: gather_sequence(x, self.at(split)))
+            (value.whole,) = self.writer.emit(value.line, lambda: gather_parts(x, self.at(split)))
             if self.writer.has_gradient(proxy):  # of another value, Thunder would repeat only the wait
                 self.regather(self.writer.trace.bound_symbols[-1])
         return value.whole
@@ -532,9 +532,10 @@ class Splitter:
         self._gathered |= names(line.flat_proxy_outs)
 
     def torch_line(self, line: BoundSymbol) -> TorchLine | None:
-        """The line as a call of torch; None if it is none."""
+        """The line as a call of torch; None if it is none, or a gather of what is given in parts."""
         if id(line) not in self._torch_lines:
-            self._torch_lines[id(line)] = torch_line(line)
+            is_own = line.sym.id == gather_parts.id and part_at(line).plan is self.plan
+            self._torch_lines[id(line)] = torch_line(line) if not is_own else None
         return self._torch_lines[id(line)]
 
     def at(self, split: Split, fill: int | None = None) -> Part:
@@ -544,7 +545,7 @@ class Splitter:
     @property
     def everywhere(self) -> Part:
         """For collectives of values that are not split."""
-        return self.at(Split.along(0, 1))
+        return self.at(NOT_SPLIT)
 
 
 # ---- arguments of lines ----

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from passes.analysis.calls import block_of
 from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_line, without_bias
 from passes.analysis.recognise import is_return, is_unpack
-from passes.comm.sequence import from_input, sum_sequence
+from passes.comm.sequence import from_input, sum_parts
 from passes.kernels.torch_call import call_of
 from passes.plan import TracedParameters
 from passes.plan.plan import Split
@@ -50,7 +50,7 @@ class Tensors(Context):
     hows: Mapping[str, How] = field(default_factory=dict)
 
 
-def split_parameters(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
+def split_parameters(computation: TraceCtx, *, tensors: Tensors | None, parameters: TracedParameters) -> TraceCtx:
     """Lets each rank compute with its part of the parameters.
 
     Takes: a computation as it was recorded, with whole parameters.
@@ -61,20 +61,20 @@ def split_parameters(computation: TraceCtx, *, context: Context | None, paramete
         RuntimeError: if random numbers would have to be the same on all ranks and cannot be drawn in parts, or if a
             parameter is to be cut that is not the matrix of a product, or does not divide by the ranks.
     """
-    if not isinstance(context, Tensors) or context.plan.ranks == 1:
+    if tensors is None or tensors.plan.ranks == 1:
         return computation
     names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
-    hows = {proxy: context.hows.get(name) for proxy, name in names.items()}
-    search = Search(computation, hows, context.plan.ranks, names)
+    hows = {proxy: tensors.hows.get(name) for proxy, name in names.items()}
+    search = Search(computation, hows, tensors.plan.ranks, names)
     chosen = search.run()
-    context.remarks |= dict.fromkeys(_remarks(search))
-    to = _Cutter(computation, context, chosen)
+    tensors.remarks |= dict.fromkeys(_remarks(search))
+    to = _Cutter(computation, tensors, chosen)
     with writing():
         for line in filter(is_unpack, computation.bound_symbols):
-            _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+            _add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
         to.follow_lines()
         for line in filter(is_return, computation.bound_symbols):
-            add_return(to, line, context)
+            add_return(to, line, tensors)
     return to.writer.finished()
 
 
@@ -136,7 +136,7 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
         (found,) = to.writer.emit(line, lambda: ltorch.matmul(x, weight))
     else:
         (found,) = to.writer.as_call(line, plain, (x, weight, None), {})
-    (result,) = to.writer.emit(line, lambda: ltorch.add(sum_sequence(found, to.everywhere), bias))
+    (result,) = to.writer.emit(line, lambda: ltorch.add(sum_parts(found, to.everywhere), bias))
     to.know_whole(call.results[0], result)
     return True
 

@@ -492,9 +492,9 @@ class Gradient(NamedTuple):
 
 FORMS = {  # what collectives take and give; "equal": a whole that is the same on all ranks
     sequence.cut.id: ("whole", "part"),
-    sequence.gather_sequence.id: ("part", "whole"),
-    sequence.scatter_sequence.id: ("whole", "part"),
-    sequence.sum_sequence.id: ("whole", "whole"),
+    sequence.gather_parts.id: ("part", "whole"),
+    sequence.scatter_parts.id: ("whole", "part"),
+    sequence.sum_parts.id: ("whole", "whole"),
     sequence.exchange_heads.id: ("part", "heads"),
     sequence.exchange_positions.id: ("heads", "part"),
     sequence.gather_output.id: ("part", "border"),

@@ -183,7 +183,7 @@ class _Proof:
         return [values.get(o.name) if isinstance(o, Proxy) else None for o in _results(trace)]
 
     def _forms(self, line: BoundSymbol, values: dict[str, Form]) -> Sequence[Form]:
-        if (law := LAWS.get(line.sym.id)) is not None:
+        if (law := LAWS.get(line.sym.id)) is not None and line.args[1].plan.axis is self.plan.axis:
             if line.args[1].plan is not self.plan:
                 raise UnknownForm(f"{printed(line)} is for another rank{place(line)}")
             form = law(values[line.args[0].name], line.args[1])
@@ -428,9 +428,9 @@ def _across(before: str, after: str) -> Any:
 
 LAWS = {
     comm.cut.id: _cut,
-    comm.gather_sequence.id: _gather,
+    comm.gather_parts.id: _gather,
     comm.gather_output.id: _gather_output,
-    comm.sum_sequence.id: _sum,
+    comm.sum_parts.id: _sum,
     comm.exchange_heads.id: _exchange("part", "heads"),
     comm.exchange_positions.id: _exchange("heads", "part"),
     comm.to_output.id: _across("whole", "border"),

@@ -55,7 +55,7 @@ def compiled(fake_ranks):
 def cuts(cmodel):
     """The parts of parameters with which a step computes: the name of each, and its part."""
     lines = [b for b in stage(cmodel, "shard_parameters").bound_symbols if b.sym.name == "cut"]
-    return {b.args[0].name.removeprefix("t_"): b.args[1].name for b in lines}
+    return {b.args[0].name.removeprefix("t_"): b.args[1].name.removeprefix("tensor_") for b in lines}
 
 
 def remarks(cmodel):
@@ -66,15 +66,15 @@ def test_lines_of_an_mlp(compiled):
     assert_expected_inline(
         text(stage(compiled(MLP, torch.ones(3, 4)), "shard_parameters"), dels=False),
         """\
-t0 = cut(t_up_weight, dim0_of_2x4)
-t1 = cut(t_up_bias, dim0_of_2x4)
+t0 = cut(t_up_weight, tensor_dim0_of_2x4)
+t1 = cut(t_up_bias, tensor_dim0_of_2x4)
 t2 = ltorch.linear(x, t0, t1)
 t3 = ltorch.gelu(t2, approximate='none')
-t4 = cut(t_down_weight, dim1_of_2x4)
+t4 = cut(t_down_weight, tensor_dim1_of_2x4)
 t5 = ltorch.linear(t3, t4, None)
-t6 = sum_sequence(t5, dim0_of_1)
+t6 = sum_parts(t5, tensor_ranks)
 t7 = ltorch.add(t6, t_down_bias, alpha=1)
-t8 = to_output(t7, dim0_of_1)
+t8 = to_output(t7, tensor_ranks)
 return {'output': (t8,), 'flat_args': [x, t_down_bias, t_down_weight, t_up_bias, t_up_weight]}""",
     )
 
@@ -200,7 +200,7 @@ class Dropping(MLP):
 def test_random_numbers_of_whole_values_are_drawn_in_parts(compiled):
     cmodel = compiled(Dropping, torch.ones(3, 4))
     lines = [b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols]
-    assert lines[-5:] == ["cut", "dropout", "gather_sequence", "to_output", "python_return"]
+    assert lines[-5:] == ["cut", "dropout", "gather_parts", "to_output", "python_return"]
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
@@ -212,7 +212,7 @@ def test_random_numbers_that_do_not_divide_are_refused(compiled):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"context_parallel": "tensor"}, "context_parallel and tensor_parallel cannot be combined yet"),
+        ({"context_parallel": "tensor"}, "context_parallel and tensor_parallel both name 'tensor'"),
         ({"memory": "80GB"}, "memory and tensor_parallel cannot be combined yet"),
         ({"sharding_strategy": "hybrid_zero3"}, "tensor_parallel shards parameters over all ranks of the mesh"),
         ({"tensor_parallel": "model"}, r"tensor_parallel='model' needs a DeviceMesh that has a dimension of this name"),

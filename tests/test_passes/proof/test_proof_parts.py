@@ -55,11 +55,13 @@ class Net(nn.Module):
 
 
 def compiled(attention, arguments="whole"):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "inner"))
-    if attention == "tensor":
-        options = {"tensor_parallel": "inner"}
-    else:
-        options = {"context_parallel": shardtrace.ContextParallel("inner", attention=attention, arguments=arguments)}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    options = (
+        {"tensor_parallel": "outer" if attention == "both" else "inner"} if attention in ("tensor", "both") else {}
+    )
+    if attention != "tensor":
+        way = "auto" if attention == "both" else attention
+        options |= {"context_parallel": shardtrace.ContextParallel("inner", attention=way, arguments=arguments)}
     cmodel = thunder.jit(shardtrace.fsdp(Net(), mesh=mesh, **options))
     x = torch.zeros(2, LENGTH if arguments == "whole" else LENGTH // 2, dtype=torch.long)
     cmodel(x, x)[1].backward()
@@ -100,9 +102,9 @@ def split_changed(lines, i, dice):
 def collective_changed(lines, i, dice):
     """A copy in the place of a sum or of the border, a gather in that of an exchange."""
     others = {
-        sequence.sum_sequence.id: sequence.to_output, sequence.to_output.id: sequence.sum_sequence,
-        sequence.gather_sequence.id: sequence.gather_output, sequence.gather_output.id: sequence.gather_sequence,
-        sequence.exchange_heads.id: sequence.gather_sequence, sequence.exchange_positions.id: sequence.gather_sequence,
+        sequence.sum_parts.id: sequence.to_output, sequence.to_output.id: sequence.sum_parts,
+        sequence.gather_parts.id: sequence.gather_output, sequence.gather_output.id: sequence.gather_parts,
+        sequence.exchange_heads.id: sequence.gather_parts, sequence.exchange_positions.id: sequence.gather_parts,
     }  # fmt: skip
     other = others.get(lines[i].sym.id)
     return lines[i].from_bsym(sym=other) if other is not None else None
@@ -187,21 +189,23 @@ def mutants(trace, kind, dice):
 
 
 @pytest.mark.parametrize(
-    ("attention", "arguments"), [("gather", "whole"), ("ulysses", "whole"), ("gather", "part"), ("tensor", "whole")]
+    ("attention", "arguments"),
+    [("gather", "whole"), ("ulysses", "whole"), ("gather", "part"), ("tensor", "whole"), ("both", "whole")],
 )
 def test_mutants_are_found(fake_ranks, attention, arguments):
     fake_ranks(4)
     facts = compiled(attention, arguments)
-    record, context = facts.record, facts.context
-    assert list(unproven(record.traced, record.first, context)) == []
+    record, context = facts.record, facts.context or facts.tensors
+    before = record.stages[0 if facts.context is None else 1]
+    assert list(unproven(before, record.first, context)) == []
     dice, count = random.Random(0), 0
     for kind in KINDS:
         found = list(mutants(record.first, kind, dice))
         absent = {"gather": [bias_on_each_rank], "ulysses": [mask_changed, bias_on_each_rank], "tensor": [mask_changed]}
-        assert found or kind in absent[attention], kind.__name__
+        assert found or kind in absent.get(attention, ()), kind.__name__
         count += len(found)
         for wrong, line in found:
-            assert list(unproven(record.traced, wrong, context)), f"{kind.__name__}: {line}"
+            assert list(unproven(before, wrong, context)), f"{kind.__name__}: {line}"
     assert count > 60
 
 

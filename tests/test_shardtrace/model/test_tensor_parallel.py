@@ -94,7 +94,7 @@ def test_models_are_proven(fake_ranks, model):
     sharded = shardtrace.fsdp(build(), mesh=mesh_of((2, 2), "tensor"), tensor_parallel="tensor")
     loss_of(sharded, *batch(0, 12)).backward()
     assert shardtrace.prove(sharded).verdict == "proven"
-    sums = [row for row in shardtrace.collectives(sharded) if row.kind == "all_reduce_sequence"]
+    sums = [row for row in shardtrace.collectives(sharded) if row.kind == "all_reduce_parts"]
     layers = 2 if model == "gpt" else 1
     assert len(sums) == 2 * 2 * layers  # after attention and after the MLP, and their gradients
 
@@ -203,3 +203,9 @@ def test_other_batches_on_ranks_of_tensors_are_refused():
     model = shardtrace.fsdp(Model(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
     with pytest.raises(shardtrace.RankMismatchError, match="need the same batch"):
         model(batch(dist.get_rank(), 8)[0])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@on_ranks(4)
+def test_two_for_sequences_and_two_for_tensors(model):
+    train_both(*MODELS[model], tensor="tensor", shape=(1, 2, 2), optimizer=adamw, steps=3)
