@@ -576,6 +576,18 @@ def loss_arguments(
     return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
 
 
+def embedding_arguments(
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    scale_grad_by_freq: Any = False,
+    sparse: Any = False,
+) -> tuple[Any, ...]:
+    return input, weight, padding_idx, max_norm, bool(scale_grad_by_freq), bool(sparse)
+
+
 def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with a slice or a number for each dim; None if it is another one."""
     each = views.of_each_dim(index, ndim)

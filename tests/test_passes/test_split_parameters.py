@@ -11,6 +11,7 @@ from contexts import Attention, Tokens, mesh_of
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 class MLP(nn.Module):
@@ -148,6 +149,82 @@ def test_a_value_that_is_returned_is_gathered(fake_ranks):
     (total + h.sum()).backward()
     assert h.shape == (2, 8)
     assert len(cuts(cmodel)) == 3
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+# ---- parts of a vocabulary ----
+
+
+class Language(nn.Module):
+    """Tokens and labels (B, T) to a loss. Embedding and head are tied, logits are capped, labels are shifted."""
+
+    def __init__(self, vocabulary=32, loss=F.cross_entropy, returns=None):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(vocabulary, 8, padding_idx=3), nn.Linear(8, vocabulary, bias=False)
+        self.head.weight, self.loss, self.returns = self.wte.weight, loss, returns
+
+    def forward(self, x, y):
+        logits = self.head(self.wte(x)).float()[:, :-1]
+        logits = 3 * torch.tanh(logits / 3)
+        loss = self.loss(logits.flatten(0, 1), y[:, 1:].flatten())
+        return loss if self.returns is None else (loss, self.returns(logits))
+
+
+TOKENS = torch.ones(2, 6, dtype=torch.long)
+
+
+def test_lines_of_a_loss_on_parts_of_a_vocabulary(compiled):
+    cmodel = compiled(Language, TOKENS, TOKENS)
+    assert_expected_inline(
+        text(stage(cmodel, "shard_parameters"), dels=False),
+        """\
+t0 = cut(t_wte_weight, tensor_dim0_of_2x16)
+(t1,) = torch_embedding_part(x, t0)
+t2 = sum_parts(t1, tensor_ranks)
+t3 = ltorch.linear(t2, t0, None)
+logits = ltorch.getitem(t3, (slice(None,None,None), slice(None,-1,None), slice(None,None,None)))
+t4 = ltorch.div(logits, 3, rounding_mode=None, out=None)
+t5 = ltorch.tanh(t4)
+t6 = ltorch.mul(t5, 3)
+t7 = ltorch.flatten(t6, 0, 1)
+t8 = ltorch.getitem(y, (slice(None,None,None), slice(1,None,None)))
+t9 = ltorch.flatten(t8, 0, -1)
+(t10,) = torch_loss_part(t7, t9)
+t11 = gather_parts(t10, tensor_dim1_of_2x3)
+(loss,) = torch_cross_entropy_part(t11, t9)
+t12 = to_output(loss, tensor_ranks)
+return {'output': (t12,), 'flat_args': [x, y, t_wte_weight]}""",
+    )
+    assert shardtrace.prove(cmodel).verdict == "proven"
+    sent = [(row.kind, row.phase, row.bytes) for row in shardtrace.collectives(cmodel) if row.kind.endswith("_parts")]
+    rows, numbers = 2 * 6 * 8 * 4, 2 * 5 * 2 * 3 * 4
+    assert sent == [
+        ("all_reduce_parts", "forward", rows), ("all_gather_parts", "forward", numbers),
+        ("reduce_scatter_parts", "backward", numbers), ("all_reduce_parts", "backward", rows),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocabulary": 33},
+        {"returns": lambda logits: logits},
+        {"returns": lambda logits: logits.logsumexp(-1).square().mean()},
+        {"loss": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1)},
+        {"loss": lambda logits, labels: F.cross_entropy(logits, labels, torch.arange(32.0))},
+        {"loss": lambda logits, labels: F.cross_entropy(logits, F.one_hot(labels, 32).float())},
+        {"loss": lambda logits, labels: F.nll_loss(logits.log_softmax(-1), labels)},
+    ],
+    ids=["odd", "returned", "read", "smoothed", "weighted", "probabilities", "nll"],
+)
+def test_losses_of_whole_logits(fake_ranks, options):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Language(**options), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    cmodel = thunder.jit(model)
+    loss, *_ = tree_leaves(cmodel(TOKENS, TOKENS))
+    loss.backward()
+    lines = {b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols}
+    assert not lines & {"torch_loss_part", "gather_parts"}
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 

@@ -10,6 +10,7 @@ from passes.comm import sequence
 from passes.comm.sequence import Part
 from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import call_of
+from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.pipeline import FirstStage
 from passes.plan.plan import Split
 from passes.proof.parts import unproven
@@ -40,10 +41,14 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    """Returns a loss, and logits if it ``returns`` them."""
+
+    def __init__(self, returns):
         super().__init__()
-        self.embed, self.places = nn.Embedding(WIDTH, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, WIDTH)
+        words = WIDTH if returns else 10 * LENGTH
+        self.embed, self.places = nn.Embedding(words, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, words)
+        self.returns = returns
 
     def forward(self, x, y):
         h = self.embed(x) + self.places(torch.arange(x.shape[1]))
@@ -51,7 +56,8 @@ class Net(nn.Module):
             h = layer(h)
         h = h - h.mean(1, keepdim=True)
         logits = self.head(h)[:, :-1]
-        return logits, F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten())
+        return logits if self.returns else None, loss
 
 
 def compiled(attention, arguments="whole"):
@@ -62,7 +68,7 @@ def compiled(attention, arguments="whole"):
     if attention != "tensor":
         way = "auto" if attention == "both" else attention
         options |= {"context_parallel": shardtrace.ContextParallel("inner", attention=way, arguments=arguments)}
-    cmodel = thunder.jit(shardtrace.fsdp(Net(), mesh=mesh, **options))
+    cmodel = thunder.jit(shardtrace.fsdp(Net(returns=attention != "tensor"), mesh=mesh, **options))
     x = torch.zeros(2, LENGTH if arguments == "whole" else LENGTH // 2, dtype=torch.long)
     cmodel(x, x)[1].backward()
     assert shardtrace.prove(cmodel).verdict == "proven"
@@ -120,12 +126,17 @@ def constant_changed(lines, i, dice):
     return lines[i].from_bsym(args=tuple(args))
 
 
-def mask_changed(lines, i, dice):
-    """Attention that masks as for another rank, or for a longer sequence."""
+def function_changed(lines, i, dice):
+    """Attention that masks as for another rank, or for a longer sequence; a loss or an embedding of another rank."""
     call = call_of(lines[i].sym)
-    if call is None or not isinstance(own := call.function, CausalAttention):
+    own = call.function if call is not None else None
+    if isinstance(own, CausalAttention | PartOfEmbedding | PartOfLoss):
+        others = [replace(own, plan=replace(own.plan, rank=1 - own.plan.rank))]
+        others += [replace(own, length=own.length + 4)] if isinstance(own, CausalAttention) else []
+    elif isinstance(own, LossOfParts):
+        others = [replace(own, dtype=torch.float64)]
+    else:
         return None
-    others = [replace(own, plan=replace(own.plan, rank=1 - own.plan.rank)), replace(own, length=own.length + 4)]
     wrong = replace(call, function=dice.choice(others))
     return lines[i].from_bsym(sym=replace(lines[i].sym, id=wrong))
 
@@ -153,7 +164,7 @@ KINDS = (
     split_changed,
     collective_changed,
     constant_changed,
-    mask_changed,
+    function_changed,
 )
 
 
@@ -201,7 +212,7 @@ def test_mutants_are_found(fake_ranks, attention, arguments):
     dice, count = random.Random(0), 0
     for kind in KINDS:
         found = list(mutants(record.first, kind, dice))
-        absent = {"gather": [bias_on_each_rank], "ulysses": [mask_changed, bias_on_each_rank], "tensor": [mask_changed]}
+        absent = {"gather": [bias_on_each_rank], "ulysses": [function_changed, bias_on_each_rank]}
         assert found or kind in absent.get(attention, ()), kind.__name__
         count += len(found)
         for wrong, line in found:
