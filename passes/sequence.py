@@ -31,7 +31,7 @@ from thunder import torch as ltorch
 from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
 from thunder.core.langctxs import Languages, langctx
-from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -103,7 +103,8 @@ class Writer:
         self._differentiated = differentiated(old, inputs)
 
     def emit(self, line: BoundSymbol | None, write: Callable[[], Any]) -> list[TensorProxy]:
-        """Adds the lines that ``write`` makes, with the tags and the source of ``line``. Returns its results."""
+        """Adds the lines that ``write`` makes, with the tags and the source of ``line``. Returns its results, which are
+        detached if those of ``line`` are."""
         self.trace.push_scope([])
         try:
             with tracectx(self.trace):
@@ -115,7 +116,11 @@ class Writer:
                 bsym.tags |= line.tags
                 bsym.source_filename, bsym.source_positions = line.source_filename, line.source_positions
         self.trace.bound_symbols += lines
-        return [p for p in tree_flatten(result)[0] if isinstance(p, Proxy)]
+        results = [p for p in tree_flatten(result)[0] if isinstance(p, Proxy)]
+        if line is not None and any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in line.flat_proxy_outs):
+            for p in results:
+                p.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+        return results
 
     def swapped(self, line: BoundSymbol, swap: dict[Variable, Proxy]) -> BoundSymbol:
         """Adds a line as it was recorded, on other operands. Its results keep their names unless these are taken."""

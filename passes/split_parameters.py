@@ -156,7 +156,8 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
         (found,) = to.writer.emit(line, lambda: ltorch.matmul(x, weight))
     else:
         (found,) = to.writer.as_call(line, plain, (x, weight, None), {})
-    (result,) = to.writer.emit(line, lambda: ltorch.add(sum_parts(found, to.everywhere), bias))
+    (total,) = to.writer.emit(line, lambda: sum_parts(found, to.everywhere))
+    (result,) = to.writer.emit(line, lambda: ltorch.add(total, bias))
     to.know_whole(call.results[0], result)
     return True
 

@@ -90,7 +90,7 @@ def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[st
         p.name: Form("border" if p.name in context.differentiated else "whole", number)
         for p, number in zip(new.args, inputs.values(), strict=True)
     }
-    for name, gather in given_parts(recorded).items():
+    for name, gather in given_parts(recorded).items() if context.plan.axis is Axis.CONTEXT else ():
         forms[name] = Form("part", values[gather.output.name], gather.args[1].split)
     try:
         results = proof.follow(new, forms)

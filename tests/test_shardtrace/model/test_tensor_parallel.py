@@ -4,7 +4,7 @@ import copy
 from functools import partial
 
 import shardtrace
-from shardtrace import CommPolicy, CompilePolicy
+from shardtrace import CommPolicy, CompilePolicy, ContextParallel
 
 import pytest
 import torch
@@ -83,12 +83,30 @@ def test_models(model):
     train_both(*MODELS[model], tensor="tensor", optimizer=adamw, steps=3, compile_policy=LOSS)
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"), [("llama", (2, 2)), ("gpt", (1, 2, 2)), ("gpt2", (1, 2, 2)), ("llama", (1, 2, 2))]
-)
+MESHES = {
+    "llama on 2x2": {"shape": (2, 2)},
+    "gpt on 1x2x2": {"activation_checkpointing": "full", "micro": 2},
+    "gpt2 on 1x2x2": {},
+    "llama on 1x2x2": {"length": 12, "sharding_strategy": "zero2"},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @on_ranks(4)
-def test_meshes_of_four_ranks(model, shape):
-    train_both(*MODELS[model], tensor="tensor", shape=shape, optimizer=adamw, steps=3, compile_policy=LOSS)
+def test_meshes_of_four_ranks(mesh):
+    options = {"shape": (1, 2, 2), "steps": 3, "compile_policy": LOSS} | MESHES[mesh]
+    train_both(*MODELS[mesh.split()[0]], tensor="tensor", optimizer=adamw, **options)
+
+
+@pytest.mark.parametrize("arguments", ["whole", "part"])
+def test_evaluation_is_proven(fake_ranks, arguments):
+    fake_ranks(4)
+    context = ContextParallel("context", arguments=arguments)
+    mesh = mesh_of((1, 2, 2), "context", "tensor")
+    model = shardtrace.fsdp(gpt(), mesh=mesh, context_parallel=context, tensor_parallel="tensor")
+    with torch.no_grad():
+        model(*batch(0, 8))
+    assert shardtrace.prove(model).verdict == "proven"
 
 
 PHASES = {"forward": "all_gather_parts", "backward": "reduce_scatter_parts"}  # and what the loss sends in them
