@@ -310,7 +310,7 @@ class Splitter:
         outs = [o for o in line.flat_proxy_outs if isinstance(o, TensorProxy)]
         if changes_values(line) or not outs:
             self._finish_pending(number)
-            self._as_whole(line)
+            self.as_whole(line)
             return
         for o in outs:
             if o.name not in self.values:  # a line may return its argument
@@ -319,14 +319,14 @@ class Splitter:
             if self.rules.eager and block_of(line) is not None and is_random(line):
                 self.rules.call_block(self, line)
             elif self.rules.eager:
-                self._as_whole(line)
+                self.as_whole(line)
             return  # else it is written when it is needed
         if block_of(line) is not None:
             self.rules.call_block(self, line)
             return
         call = self.torch_line(line)
         if call is None:
-            self._as_whole(line)
+            self.as_whole(line)
             return
         rule = self.rules.by_name.get(call.name)
         if not (rule is not None and rule(self, line, call)) and not self._on_parts(line, call):
@@ -389,14 +389,14 @@ class Splitter:
         if any(self.is_split(o) and dtypes.is_float_dtype(o.dtype) for o in call.operands):
             what = "sequences" if self.plan.axis is Axis.CONTEXT else "values"
             self.remarks[f"{call.name} is computed on whole {what}{place(line)}"] = None
-        self._as_whole(line)
+        self.as_whole(line)
         for result in call.results:
             whole = self.values[result.name].whole
             split = next((s for s in splits if s.dim < result.ndim and result.shape[s.dim] == s.size), None)
             if split is not None and whole is not None:
                 self.know_part(result, split, self._cut(whole, self.at(split), line), native=True)
 
-    def _as_whole(self, line: BoundSymbol) -> None:
+    def as_whole(self, line: BoundSymbol) -> None:
         """Writes a line on whole operands."""
         if is_random(line) and self.rules.eager and self._drawn_in_parts(line):
             return
@@ -475,10 +475,10 @@ class Splitter:
         """The whole of a value: as it is, computed again from whole operands if less has to be sent, or gathered."""
         value = self.values[proxy.name]
         if value.whole is None and value.line is not None and self.gather_cost(proxy) < value.bytes * value.is_split:
-            self._as_whole(value.line)
+            self.as_whole(value.line)
         elif value.whole is None and not value.is_split:
             assert value.line is not None
-            self._as_whole(value.line)
+            self.as_whole(value.line)
         if value.whole is None:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)

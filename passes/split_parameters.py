@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_of
@@ -86,9 +87,9 @@ def split_parameters(
     hows = {proxy: tensors.hows.get(name) for proxy, name in names.items()}
     search = Search(computation, hows, tensors.plan.ranks, names)
     chosen = search.run()
-    search.find_tables(context.plan.ranks if context is not None else 1)
+    tables = search.find_tables(context.plan.ranks if context is not None else 1)
     tensors.remarks |= dict.fromkeys(_remarks(search))
-    to = _Cutter(computation, tensors, chosen)
+    to = _Cutter(computation, tensors, chosen, tables)
     with writing():
         for line in filter(is_unpack, computation.bound_symbols):
             _add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
@@ -110,10 +111,13 @@ def _remarks(search: Search) -> Iterator[str]:
 
 class _Cutter(Splitter):
     """The lines of a computation. Parameters that are ``chosen`` are cut where they are used first, so that they are
-    gathered there."""
+    gathered there. ``tables`` are those of which embeddings take parts."""
 
-    def __init__(self, computation: TraceCtx, context: Context, chosen: Mapping[str, Split]) -> None:
-        super().__init__(computation, context.plan, Rules(RULES, Blocks().call, eager=True), context.remarks)
+    def __init__(
+        self, computation: TraceCtx, context: Context, chosen: Mapping[str, Split], tables: Collection[str]
+    ) -> None:
+        rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True)
+        super().__init__(computation, context.plan, rules, context.remarks)
         self.chosen = chosen
 
     def splits(self, proxy: TensorProxy) -> Sequence[Split]:
@@ -167,12 +171,16 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 EMBEDDING, LOSS = "nn.functional.embedding", "nn.functional.cross_entropy"
 
 
-def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """Each rank has the rows of its tokens, and zeros for others, which ranks add up."""
+def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine, *, tables: Collection[str]) -> bool:
+    """Each rank has the rows of its tokens, and zeros for others, which ranks add up. ``tables``: those of which this
+    sends less. Others, cut for a product with the same weight, are gathered as a whole."""
     table = _table_of(call)
-    if table is None or not any(s.dim == 0 for s in to.splits(table)):
+    split = next((s for s in to.splits(table) if s.dim == 0), None) if table is not None else None
+    if table is None or split is None:
         return False
-    (split,) = (s for s in to.splits(table) if s.dim == 0)
+    if table.name not in tables:
+        to.as_whole(line)
+        return True
     args = (to.whole(call.args[0]), to.part(table, split), *call.args[2:])
     grads, made = to.writer.grads(line, call), call_of(line.sym)
     (found,) = to.writer.torch(line, PartOfEmbedding(to.plan), args, call.kwargs, grads, like=made)
@@ -217,7 +225,6 @@ def _takes_classes(call: TorchLine) -> bool:
 RULES = {
     "nn.functional.linear": _biased,
     "addmm": _biased,
-    EMBEDDING: _embedding,
     LOSS: _cross_entropy,
 }
 
@@ -320,20 +327,22 @@ class Search:
         inner, rest = divmod(x.shape[dim], self.ranks)
         return Split(dim, 1, self.ranks, inner) if inner and not rest else None
 
-    def find_tables(self, sequences: int) -> None:
-        """Cuts tables of embeddings by rows, where that sends no more: the rows of tokens are added up in forward, and
-        their gradients in backward; a whole table is gathered, and its gradient reduced. Tokens are split over so many
-        ranks of ``sequences``."""
+    def find_tables(self, sequences: int) -> set[str]:
+        """Cuts tables of embeddings by rows, and returns their names, where that sends less: the rows of tokens are
+        added up in forward, and their gradients in backward; a whole table is gathered, and its gradient reduced.
+        Tokens are split over so many ranks of ``sequences``."""
         tokens, tables = Counter[str](), dict[str, TensorProxy]()
         for call in self.calls.values():
             if call is not None and (table := _table_of(call)) is not None:
                 tokens[table.name] += call.args[0].numel
                 tables[table.name] = table
+        few = {name for name, table in tables.items() if 2 * tokens[name] < table.shape[0] * sequences}
         for name, table in tables.items():
             split, chosen = self._equal(table, 0), self.hows.get(name, "whole") is None
             others = any(_table_of(self.calls.get(id(line))) is None for line in self.readers[name])
-            if split is not None and chosen and not others and 2 * tokens[name] < table.shape[0] * sequences:
+            if name in few and split is not None and chosen and not others:
                 self.found.setdefault(name, split)
+        return few
 
     def _asked_for(self, product: Product, how: How) -> Split:
         weight, dim = product.weight, product.inner if how == "rowwise" else 1 - product.inner

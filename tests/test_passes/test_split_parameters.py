@@ -101,7 +101,7 @@ def test_more_ranks_than_shared_heads(compiled):
 
 def test_blocks_are_compiled_once(compiled):
     model = compiled(lambda: Tokens(layers=3), torch.ones(2, 3, dtype=torch.long))
-    assert len(cuts(model)) == 9
+    assert len(cuts(model)) == 10
     assert "is compiled once for 3 calls" in remarks(model)
     assert "each rank computes the whole products with layers.*.up.weight, head.weight" in remarks(model)
 
@@ -202,6 +202,14 @@ return {'output': (t12,), 'flat_args': [x, y, t_wte_weight]}""",
         ("all_reduce_parts", "forward", rows), ("all_gather_parts", "forward", numbers),
         ("reduce_scatter_parts", "backward", numbers), ("all_reduce_parts", "backward", rows),
     ]  # fmt: skip
+
+
+def test_a_small_table_is_whole_beside_a_head_that_is_cut(compiled):
+    cmodel = compiled(lambda: Language(vocabulary=16), TOKENS, TOKENS)
+    lines = {b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols}
+    assert lines >= {"embedding", "cut", "torch_loss_part"}
+    assert "sum_parts" not in lines
+    assert shardtrace.prove(cmodel).verdict == "proven"
 
 
 @pytest.mark.parametrize(
@@ -312,5 +320,5 @@ def test_ways_that_do_not_exist(how):
 def test_inline_blocks(compiled):
     policy = CompilePolicy(repeated_blocks="inline")
     cmodel = compiled(lambda: Tokens(layers=2), torch.ones(2, 3, dtype=torch.long), compile_policy=policy)
-    assert len(cuts(cmodel)) == 6
+    assert len(cuts(cmodel)) == 7
     assert shardtrace.prove(cmodel).verdict == "proven"
