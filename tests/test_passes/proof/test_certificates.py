@@ -7,6 +7,7 @@ import shardtrace  # isort: split
 from dataclasses import replace
 
 from passes.comm import cuts, direct, native, quantized, sequence
+from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import layout
 from passes.plan.layout import ShardLayout
 from passes.proof import certificates
@@ -194,3 +195,12 @@ def test_a_cut_of_another_part_is_found(proof_of_sequence, attention, monkeypatc
 
     monkeypatch.setattr(sequence.Part, "ranges", of_next_rank)
     assert "cuts another part" in str(proof_of_sequence(attention))
+
+
+@pytest.mark.parametrize("kind", [PartOfLoss, LossOfParts, PartOfEmbedding])
+def test_wrong_functions_of_a_vocabulary_are_found(monkeypatch, kind):
+    whole = PartOfEmbedding if kind is PartOfEmbedding else LossOfParts
+    assert certificates._found_of_vocabulary.__wrapped__(whole) == ""
+    right = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, *args, **options: 1.01 * right(self, *args, **options))
+    assert " for " in certificates._found_of_vocabulary.__wrapped__(whole)
