@@ -51,7 +51,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"step {step} loss {loss.item():.4f}")
         if dist.get_rank() == 0:
-            kinds = ("_sequence", "_heads", "_positions")
+            kinds = ("_parts", "_heads", "_positions")
             sent = [row for row in shardtrace.collectives(model) if row.kind.endswith(kinds)]
             print(f"{len(sent)} collectives of sequences, {sum(row.bytes for row in sent) / 1e6:.1f} MB for each step")
 

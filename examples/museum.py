@@ -163,7 +163,7 @@ SPLIT: dict[str, Any] = {"within": "split_sequence", "mesh": CONTEXT}
 @exhibit("a partial value is taken for a replicated one", "pytorch/torchtitan/pull/3412", **SPLIT)
 def partial(line: BoundSymbol) -> Proxy | None:
     """A mean over positions lacks those of the other ranks."""
-    return line.args[0] if line.sym is sequence.sum_sequence and line.args[0].ndim > 0 else None
+    return line.args[0] if line.sym is sequence.sum_parts and line.args[0].ndim > 0 else None
 
 
 @exhibit("loss: label smoothing by the words of one rank", "NVIDIA/Megatron-LM/issues/7464", smoothing=0.1, **SPLIT)
@@ -182,7 +182,7 @@ def gathered(line: BoundSymbol) -> Proxy | None:
         ROWS[:] = [sequence.Part(line.args[1].plan, Split(0, 2, POSITIONS, 1))]
     if line.sym is not cross_entropy:
         return None
-    logits, labels = (sequence.gather_sequence(x, ROWS[0]) for x in line.args[:2])
+    logits, labels = (sequence.gather_parts(x, ROWS[0]) for x in line.args[:2])
     return cross_entropy(logits, labels, *line.args[2:])
 
 
@@ -192,7 +192,7 @@ ROWS: list[sequence.Part] = []
 @exhibit("loss: divided by the token count of one rank", "NVIDIA/Megatron-LM/pull/7513", **SPLIT)
 def counts(line: BoundSymbol) -> Proxy | None:
     """The second of the two sums: that of the losses comes first."""
-    if line.sym is not sequence.sum_sequence or line.args[0].ndim > 0:
+    if line.sym is not sequence.sum_parts or line.args[0].ndim > 0:
         return None
     SUMS.append(line)
     return line.args[0] if len(SUMS) % 2 == 0 else None

@@ -146,7 +146,7 @@ class Watch(NamedTuple):
 
 
 def watch_backward(
-    epilogue: TraceCtx, *, models: Collection[str], unused: Unused, record: Sequence[TraceCtx], choose: Choose | None
+    epilogue: TraceCtx, *, models: Collection[str], unused: Unused, record: Sequence[Any], choose: Choose | None
 ) -> TraceCtx:
     """Refuses a backward of which something would be dropped, notes which outputs it does not come from, and lets
     ``choose`` run it.
@@ -233,7 +233,7 @@ watch = symbol("watch_backward", lambda outputs, hook: None, _watch, tags=[OpTag
 WITHOUT_STREAMS = (DeviceType.CPU, DeviceType.META)
 
 
-def keep_stream(epilogue: TraceCtx, *, models: Collection[str], record: Sequence[TraceCtx]) -> TraceCtx:
+def keep_stream(epilogue: TraceCtx, *, models: Collection[str], record: Sequence[Any]) -> TraceCtx:
     """Runs a backward on the stream on which its forward ran.
 
     Takes: an epilogue, and the computation whose outputs it gets, last in ``record``.

@@ -57,7 +57,7 @@ from passes.save import (
 from passes.schedule import schedule, wait_copies
 from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
-from passes.split_parameters import split_parameters
+from passes.split_parameters import Tensors, split_parameters
 from passes.split_sequence import overlap_sequence, split_sequence
 
 import torch
@@ -88,6 +88,7 @@ class Facts:
     known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
     changes: list[Any] = field(default_factory=list)  # likewise, what forwards set
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
+    tensors: Tensors | None = None  # the parameters of which ranks compute with parts
     context: Context | None = None  # the sequence that ranks hold in parts
     chunks: Chunks = None  # of a loss
     contract: Contract | None = None  # the limit of its memory
@@ -101,8 +102,9 @@ class Facts:
 
     @property
     def remarks(self) -> str:
-        """About blocks and modules, and what is computed on whole sequences."""
-        return "; ".join(filter(None, (self.remark, *(self.context.remarks if self.context is not None else ()))))
+        """About blocks and modules, and what is computed on whole sequences or with whole parameters."""
+        contexts = filter(None, (self.tensors, self.context))
+        return "; ".join(filter(None, (self.remark, *(remark for one in contexts for remark in one.remarks))))
 
 
 class Compilation:
@@ -290,7 +292,7 @@ class FirstStage(Pass):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         with self.running(computation_trace):
             self.compilation.end_tracing()
-            self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace, None)
+            self.compilation.facts.record = Record((computation_trace,), computation_trace, computation_trace)
             outer = prologue_trace, epilogue_trace
             self.compilation.facts.border = Border(outer, outer, self.compilation.facts.setters)
             self.compilation.facts.variables = copy_context()
@@ -448,9 +450,10 @@ def yours(trace: TraceCtx) -> TraceCtx:
 BEFORE_AUTODIFF = (
     Entry("fit_memory", fit_memory, "first: it tries the others on the computation as it was recorded",
           "the step would need more memory than it was given"),
-    Entry("split_sequence", split_sequence, "before all that change the computation as it was recorded",
+    Entry("split_parameters", split_parameters, "before all that change the computation as it was recorded",
+          "ranks would compute with whole parameters", begins=True),
+    Entry("split_sequence", split_sequence, "after split_parameters, whose lines it splits as all others",
           "ranks would compute on whole sequences", begins=True),
-    Entry("split_parameters", split_parameters, "likewise", "ranks would compute with whole parameters", begins=True),
     Entry("chunk_loss", chunk_loss, "after split_sequence, which knows the model's own loss; before lines are inserted",
           begins=True),
     Entry("shard_parameters", shard_parameters, "before the next passes, which ask which inputs are parameters",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, block_of, differentiated, unique_name
 from passes.analysis.dims import Placed, TorchLine, follow, lead, resized, torch_line
-from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, properties
-from passes.comm.sequence import Part, cut, exchange_heads, gather_output, gather_sequence, sum_sequence, to_output
+from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, part_at, properties
+from passes.comm.sequence import NOT_SPLIT, Part, cut, exchange_heads, gather_output, gather_parts, sum_parts, to_output
 from passes.comm.symbols import Property
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
 from passes.compat.versions import Fakes
@@ -31,7 +31,7 @@ from thunder import torch as ltorch
 from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
 from thunder.core.langctxs import Languages, langctx
-from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -49,7 +49,7 @@ def gathers_first(lines: Iterable[BoundSymbol]) -> list[BoundSymbol]:
     waiting: list[BoundSymbol] = []  # lines since the last use of a gathered value
     gathered: set[str] = set()
     for bsym in lines:
-        if bsym.sym.id in (gather_sequence.id, exchange_heads.id):
+        if bsym.sym.id in (gather_parts.id, exchange_heads.id):
             needed = _needed(waiting, names(bsym.flat_proxy_args))
             placed += [*needed, bsym]
             taken = set(map(id, needed))
@@ -103,7 +103,8 @@ class Writer:
         self._differentiated = differentiated(old, inputs)
 
     def emit(self, line: BoundSymbol | None, write: Callable[[], Any]) -> list[TensorProxy]:
-        """Adds the lines that ``write`` makes, with the tags and the source of ``line``. Returns its results."""
+        """Adds the lines that ``write`` makes, with the tags and the source of ``line``. Returns its results, which are
+        detached if those of ``line`` are."""
         self.trace.push_scope([])
         try:
             with tracectx(self.trace):
@@ -115,7 +116,11 @@ class Writer:
                 bsym.tags |= line.tags
                 bsym.source_filename, bsym.source_positions = line.source_filename, line.source_positions
         self.trace.bound_symbols += lines
-        return [p for p in tree_flatten(result)[0] if isinstance(p, Proxy)]
+        results = [p for p in tree_flatten(result)[0] if isinstance(p, Proxy)]
+        if line is not None and any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in line.flat_proxy_outs):
+            for p in results:
+                p.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+        return results
 
     def swapped(self, line: BoundSymbol, swap: dict[Variable, Proxy]) -> BoundSymbol:
         """Adds a line as it was recorded, on other operands. Its results keep their names unless these are taken."""
@@ -305,7 +310,7 @@ class Splitter:
         outs = [o for o in line.flat_proxy_outs if isinstance(o, TensorProxy)]
         if changes_values(line) or not outs:
             self._finish_pending(number)
-            self._as_whole(line)
+            self.as_whole(line)
             return
         for o in outs:
             if o.name not in self.values:  # a line may return its argument
@@ -314,14 +319,14 @@ class Splitter:
             if self.rules.eager and block_of(line) is not None and is_random(line):
                 self.rules.call_block(self, line)
             elif self.rules.eager:
-                self._as_whole(line)
+                self.as_whole(line)
             return  # else it is written when it is needed
         if block_of(line) is not None:
             self.rules.call_block(self, line)
             return
         call = self.torch_line(line)
         if call is None:
-            self._as_whole(line)
+            self.as_whole(line)
             return
         rule = self.rules.by_name.get(call.name)
         if not (rule is not None and rule(self, line, call)) and not self._on_parts(line, call):
@@ -373,7 +378,7 @@ class Splitter:
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
-            total = sum_sequence(x, self.everywhere)
+            total = sum_parts(x, self.everywhere)
             return total if how == "sum" else ltorch.mul(total, 1.0 / self.plan.ranks)
 
         return self.writer.emit(line, combine)[0]
@@ -384,14 +389,14 @@ class Splitter:
         if any(self.is_split(o) and dtypes.is_float_dtype(o.dtype) for o in call.operands):
             what = "sequences" if self.plan.axis is Axis.CONTEXT else "values"
             self.remarks[f"{call.name} is computed on whole {what}{place(line)}"] = None
-        self._as_whole(line)
+        self.as_whole(line)
         for result in call.results:
             whole = self.values[result.name].whole
             split = next((s for s in splits if s.dim < result.ndim and result.shape[s.dim] == s.size), None)
             if split is not None and whole is not None:
                 self.know_part(result, split, self._cut(whole, self.at(split), line), native=True)
 
-    def _as_whole(self, line: BoundSymbol) -> None:
+    def as_whole(self, line: BoundSymbol) -> None:
         """Writes a line on whole operands."""
         if is_random(line) and self.rules.eager and self._drawn_in_parts(line):
             return
@@ -430,7 +435,7 @@ class Splitter:
             pairs = zip(call.operands, placed.operands, strict=True)
             operands = [self.whole(o) if s is None else self.part(o, s) for o, s in pairs]
             (found,) = self.writer.on_parts(line, call, operands, [part.local_shape(tuple(result.shape))])
-            self.know_whole(result, self.writer.emit(line, partial(gather_sequence, found, part))[0])
+            self.know_whole(result, self.writer.emit(line, partial(gather_parts, found, part))[0])
             return True
         return False
 
@@ -470,14 +475,14 @@ class Splitter:
         """The whole of a value: as it is, computed again from whole operands if less has to be sent, or gathered."""
         value = self.values[proxy.name]
         if value.whole is None and value.line is not None and self.gather_cost(proxy) < value.bytes * value.is_split:
-            self._as_whole(value.line)
+            self.as_whole(value.line)
         elif value.whole is None and not value.is_split:
             assert value.line is not None
-            self._as_whole(value.line)
+            self.as_whole(value.line)
         if value.whole is None:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)
-            (value.whole,) = self.writer.emit(value.line, lambda: gather_sequence(x, self.at(split)))
+            (value.whole,) = self.writer.emit(value.line, lambda: gather_parts(x, self.at(split)))
             if self.writer.has_gradient(proxy):  # of another value, Thunder would repeat only the wait
                 self.regather(self.writer.trace.bound_symbols[-1])
         return value.whole
@@ -532,9 +537,10 @@ class Splitter:
         self._gathered |= names(line.flat_proxy_outs)
 
     def torch_line(self, line: BoundSymbol) -> TorchLine | None:
-        """The line as a call of torch; None if it is none."""
+        """The line as a call of torch; None if it is none, or a gather of what is given in parts."""
         if id(line) not in self._torch_lines:
-            self._torch_lines[id(line)] = torch_line(line)
+            is_own = line.sym.id == gather_parts.id and part_at(line).plan is self.plan
+            self._torch_lines[id(line)] = torch_line(line) if not is_own else None
         return self._torch_lines[id(line)]
 
     def at(self, split: Split, fill: int | None = None) -> Part:
@@ -544,7 +550,7 @@ class Splitter:
     @property
     def everywhere(self) -> Part:
         """For collectives of values that are not split."""
-        return self.at(Split.along(0, 1))
+        return self.at(NOT_SPLIT)
 
 
 # ---- arguments of lines ----
@@ -573,6 +579,18 @@ def loss_arguments(
     label_smoothing: float = 0.0,
 ) -> tuple[Any, ...]:
     return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+
+
+def embedding_arguments(
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    scale_grad_by_freq: Any = False,
+    sparse: Any = False,
+) -> tuple[Any, ...]:
+    return input, weight, padding_idx, max_norm, bool(scale_grad_by_freq), bool(sparse)
 
 
 def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:

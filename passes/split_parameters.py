@@ -10,6 +10,9 @@ followed backward to the parameters. Heads of attention are found in this way, t
 rank has some of them. A value that other lines read as well, or that comes from a line without a rule, is computed
 whole and cut there. If no product upstream computes only a part of its columns, nothing is cut.
 
+The head of a language model is found from its loss, of which ranks compute three numbers for each row of their classes
+(:mod:`passes.kernels.vocabulary`). Tables of embeddings are cut by rows where that sends no more.
+
 Ranks draw different random numbers. For a value that all of them hold, each draws a part, and the parts are gathered.
 
 A dim of ``outer * ranks * inner`` elements is split along the middle: rows of queries, keys and values in one matrix
@@ -20,21 +23,36 @@ parameter: see Note [Gradients] in :mod:`passes.comm.sequence`.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_of
 from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_line, without_bias
 from passes.analysis.recognise import is_return, is_unpack
-from passes.comm.sequence import from_input, sum_sequence
+from passes.analysis.recognise import names as names_of
+from passes.comm.sequence import from_input, gather_parts, sum_parts
 from passes.kernels.torch_call import call_of
+from passes.kernels.vocabulary import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import TracedParameters
 from passes.plan.plan import Split
-from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return, writing
+from passes.sequence import (
+    Blocks,
+    Context,
+    Rules,
+    Splitter,
+    Value,
+    add_return,
+    embedding_arguments,
+    loss_arguments,
+    writing,
+)
 
 import torch
 from thunder import torch as ltorch
+from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -50,7 +68,9 @@ class Tensors(Context):
     hows: Mapping[str, How] = field(default_factory=dict)
 
 
-def split_parameters(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
+def split_parameters(
+    computation: TraceCtx, *, tensors: Tensors | None, context: Context | None, parameters: TracedParameters
+) -> TraceCtx:
     """Lets each rank compute with its part of the parameters.
 
     Takes: a computation as it was recorded, with whole parameters.
@@ -61,20 +81,21 @@ def split_parameters(computation: TraceCtx, *, context: Context | None, paramete
         RuntimeError: if random numbers would have to be the same on all ranks and cannot be drawn in parts, or if a
             parameter is to be cut that is not the matrix of a product, or does not divide by the ranks.
     """
-    if not isinstance(context, Tensors) or context.plan.ranks == 1:
+    if tensors is None or tensors.plan.ranks == 1:
         return computation
     names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
-    hows = {proxy: context.hows.get(name) for proxy, name in names.items()}
-    search = Search(computation, hows, context.plan.ranks, names)
+    hows = {proxy: tensors.hows.get(name) for proxy, name in names.items()}
+    search = Search(computation, hows, tensors.plan.ranks, names)
     chosen = search.run()
-    context.remarks |= dict.fromkeys(_remarks(search))
-    to = _Cutter(computation, context, chosen)
+    tables = search.find_tables(context.plan.ranks if context is not None else 1)
+    tensors.remarks |= dict.fromkeys(_remarks(search))
+    to = _Cutter(computation, tensors, chosen, tables)
     with writing():
         for line in filter(is_unpack, computation.bound_symbols):
-            _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+            _add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
         to.follow_lines()
         for line in filter(is_return, computation.bound_symbols):
-            add_return(to, line, context)
+            add_return(to, line, tensors)
     return to.writer.finished()
 
 
@@ -90,10 +111,13 @@ def _remarks(search: Search) -> Iterator[str]:
 
 class _Cutter(Splitter):
     """The lines of a computation. Parameters that are ``chosen`` are cut where they are used first, so that they are
-    gathered there."""
+    gathered there. ``tables`` are those of which embeddings take parts."""
 
-    def __init__(self, computation: TraceCtx, context: Context, chosen: Mapping[str, Split]) -> None:
-        super().__init__(computation, context.plan, Rules(RULES, Blocks().call, eager=True), context.remarks)
+    def __init__(
+        self, computation: TraceCtx, context: Context, chosen: Mapping[str, Split], tables: Collection[str]
+    ) -> None:
+        rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True)
+        super().__init__(computation, context.plan, rules, context.remarks)
         self.chosen = chosen
 
     def splits(self, proxy: TensorProxy) -> Sequence[Split]:
@@ -136,12 +160,73 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
         (found,) = to.writer.emit(line, lambda: ltorch.matmul(x, weight))
     else:
         (found,) = to.writer.as_call(line, plain, (x, weight, None), {})
-    (result,) = to.writer.emit(line, lambda: ltorch.add(sum_sequence(found, to.everywhere), bias))
+    (total,) = to.writer.emit(line, lambda: sum_parts(found, to.everywhere))
+    (result,) = to.writer.emit(line, lambda: ltorch.add(total, bias))
     to.know_whole(call.results[0], result)
     return True
 
 
-RULES = {"nn.functional.linear": _biased, "addmm": _biased}
+# ---- parts of a vocabulary ----
+
+EMBEDDING, LOSS = "nn.functional.embedding", "nn.functional.cross_entropy"
+
+
+def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine, *, tables: Collection[str]) -> bool:
+    """Each rank has the rows of its tokens, and zeros for others, which ranks add up. ``tables``: those of which this
+    sends less. Others, cut for a product with the same weight, are gathered as a whole."""
+    table = _table_of(call)
+    split = next((s for s in to.splits(table) if s.dim == 0), None) if table is not None else None
+    if table is None or split is None:
+        return False
+    if table.name not in tables:
+        to.as_whole(line)
+        return True
+    args = (to.whole(call.args[0]), to.part(table, split), *call.args[2:])
+    grads, made = to.writer.grads(line, call), call_of(line.sym)
+    (found,) = to.writer.torch(line, PartOfEmbedding(to.plan), args, call.kwargs, grads, like=made)
+    (result,) = to.writer.emit(line, lambda: sum_parts(found, to.everywhere))
+    to.know_whole(call.results[0], result)
+    return True
+
+
+def _table_of(call: TorchLine | None) -> TensorProxy | None:
+    """The table from which a line takes rows, if it is a plain embedding."""
+    if call is None or call.name != EMBEDDING or len(call.operands) != 2 or len(call.args) < 2:
+        return None
+    _, table, padding, *others = embedding_arguments(*call.args, **call.kwargs)
+    plain = padding is None or (isinstance(padding, int) and padding >= 0)
+    return table if plain and table.ndim == 2 and others == [None, False, False] else None
+
+
+def _cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """Ranks compute three numbers of each row of their classes, and the loss from the numbers of all ranks."""
+    if not _takes_classes(call) or not (splits := [s for s in to.splits(call.args[0]) if s.dim == 1]):
+        return False
+    logits, labels = call.args[:2]
+    grads, made = to.writer.grads(line, call), call_of(line.sym)
+    x, t, numbers = to.part(logits, splits[0]), to.whole(labels), Split(1, 1, to.plan.ranks, NUMBERS)
+    (part,) = to.writer.torch(line, PartOfLoss(to.plan), (x, t), {}, grads, like=made)
+    (found,) = to.writer.emit(line, lambda: gather_parts(part, to.at(numbers)))
+    function, args = LossOfParts(dtypes.to_torch_dtype(call.results[0].dtype)), (found, t, *call.args[2:])
+    (result,) = to.writer.torch(line, function, args, call.kwargs, grads, like=made)
+    to.know_whole(call.results[0], result)
+    return True
+
+
+def _takes_classes(call: TorchLine) -> bool:
+    """Whether a line is a loss of logits (rows, classes) and labels (rows,) that ranks can compute of their classes."""
+    if call.name != LOSS or len(call.operands) != 2 or len(call.args) < 2:
+        return False
+    logits, labels, *others, smoothing = loss_arguments(*call.args, **call.kwargs)
+    plain = others[0] is others[1] is others[3] is None and smoothing == 0
+    return plain and logits.ndim == 2 and labels.ndim == 1 and dtypes.is_exact_dtype(labels.dtype)
+
+
+RULES = {
+    "nn.functional.linear": _biased,
+    "addmm": _biased,
+    LOSS: _cross_entropy,
+}
 
 
 # ---- the choice ----
@@ -178,6 +263,7 @@ class Search:
         for line in self.lines:
             for a in () if is_return(line) else line.flat_proxy_args:  # what is returned is gathered
                 self.readers.setdefault(a.name, []).append(line)
+        self.returned = names_of([b.args for b in self.lines if is_return(b)])
         self.found: dict[str, Split] = {}
         self.matrices: dict[str, None] = {}  # the inputs with which products are computed
         self._blocks: dict[Hashable, Search] = {}
@@ -191,6 +277,8 @@ class Search:
             if product is not None and product.weight.name in self.hows:
                 self.matrices[product.weight.name] = None
                 self._product(line, product)
+            elif (call := self.calls.get(id(line))) is not None and _takes_classes(call):
+                self._share(line, call.args[0], self.returned)
         for proxy, how in self.hows.items():
             if how in ("colwise", "rowwise") and proxy in self.readers and proxy not in self.found:
                 raise RuntimeError(
@@ -220,13 +308,41 @@ class Search:
         if how in ("colwise", "rowwise"):
             self.found[weight.name] = self._asked_for(product, how)
             return
-        size = product.x.shape[-1]
-        if how is not None or weight.name in self.found or size % self.ranks:
-            return
-        split = Split(product.x.ndim - 1, 1, self.ranks, size // self.ranks)
-        region = self._closed_region(line, product.x, split)
-        if region is not None and region.columns:
-            self.found |= {**region.parameters, weight.name: split._replace(dim=product.inner)}
+        if how is None and weight.name not in self.found:
+            split = self._share(line, product.x)
+            self.found |= {weight.name: split._replace(dim=product.inner)} if split is not None else {}
+
+    def _share(self, line: BoundSymbol, x: TensorProxy, outside: Set[str] = frozenset()) -> Split | None:
+        """Cuts the parameters of products that compute parts of the last dim of ``x``, which ``line`` reads. Returns
+        its split; None if there are none. Values ``outside`` stay whole."""
+        split = self._equal(x, x.ndim - 1)
+        region = self._closed_region(line, x, split, outside) if split is not None else None
+        if region is None or not region.columns:
+            return None
+        self.found |= region.parameters
+        return split
+
+    def _equal(self, x: TensorProxy, dim: int) -> Split | None:
+        """Parts of a dim of equal size; None if it does not divide."""
+        inner, rest = divmod(x.shape[dim], self.ranks)
+        return Split(dim, 1, self.ranks, inner) if inner and not rest else None
+
+    def find_tables(self, sequences: int) -> set[str]:
+        """Cuts tables of embeddings by rows, and returns their names, where that sends less: the rows of tokens are
+        added up in forward, and their gradients in backward; a whole table is gathered, and its gradient reduced.
+        Tokens are split over so many ranks of ``sequences``."""
+        tokens, tables = Counter[str](), dict[str, TensorProxy]()
+        for call in self.calls.values():
+            if call is not None and (table := _table_of(call)) is not None:
+                tokens[table.name] += call.args[0].numel
+                tables[table.name] = table
+        few = {name for name, table in tables.items() if 2 * tokens[name] < table.shape[0] * sequences}
+        for name, table in tables.items():
+            split, chosen = self._equal(table, 0), self.hows.get(name, "whole") is None
+            others = any(_table_of(self.calls.get(id(line))) is None for line in self.readers[name])
+            if name in few and split is not None and chosen and not others:
+                self.found.setdefault(name, split)
+        return few
 
     def _asked_for(self, product: Product, how: How) -> Split:
         weight, dim = product.weight, product.inner if how == "rowwise" else 1 - product.inner
@@ -237,15 +353,14 @@ class Search:
             )
         return Split(dim, 1, self.ranks, size // self.ranks)
 
-    def _closed_region(self, line: BoundSymbol, x: TensorProxy, split: Split) -> _Region | None:
+    def _closed_region(self, line: BoundSymbol, x: TensorProxy, split: Split, outside: Set[str]) -> _Region | None:
         """The region upstream of a value whose values only lines of the region and ``line`` read."""
-        outside: set[str] = set()
         while (region := self._region(x, split, outside)) is not None:
             own = region.lines | {id(line)}
             read = {name for name in region.values if any(id(b) not in own for b in self.readers.get(name, ()))}
             if not read:
                 break
-            outside |= read
+            outside = outside | read
         return region
 
     def _region(self, x: TensorProxy, split: Split, outside: Set[str]) -> _Region | None:

@@ -18,9 +18,9 @@ without a rule is computed on whole operands, as without this pass. See Note [Gr
 ``overlap_sequence``: collectives of sequences are issued as early as their operands exist, and waited for as late as
 they are used.
 
-    ft3 = all_gather_sequence(k, dim2_of_16)        right after k
+    ft3 = all_gather_parts(k, dim2_of_16)        right after k
     ...                                             compute that needs no keys
-    keys = wait_all_gather_sequence(ft3, ...)       right before the attention
+    keys = wait_all_gather_parts(ft3, ...)       right before the attention
 
 Compute lines keep their order, and so do collectives: it is a function of the trace, which is equal on all ranks.
 """
@@ -40,6 +40,7 @@ from passes.analysis.recognise import (
     is_sequence_wait,
     is_unpack,
     names,
+    part_at,
 )
 from passes.comm.sequence import (
     Part,
@@ -47,8 +48,8 @@ from passes.comm.sequence import (
     exchange_heads,
     exchange_positions,
     from_input,
-    gather_sequence,
-    sum_sequence,
+    gather_parts,
+    sum_parts,
 )
 from passes.kernels.attention import CausalAttention
 from passes.plan import Axis, TracedParameters
@@ -86,7 +87,7 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         RuntimeError: if random numbers would have to be the same on all ranks, if no argument has a sequence, or if a
             part of an output would have positions beyond the end of the sequence.
     """
-    if context is None or context.plan.ranks == 1 or context.plan.axis is not Axis.CONTEXT:
+    if context is None or context.plan.ranks == 1:
         return computation
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
     with writing():
@@ -105,7 +106,8 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
 
 def given_parts(computation: TraceCtx) -> dict[str, BoundSymbol]:
     """The arguments of a recorded computation that are parts: by the name of each, the line that gathers it."""
-    return {b.args[0].name: b for b in computation.bound_symbols if b.sym.id == gather_sequence.id}
+    gathers = (b for b in computation.bound_symbols if b.sym.id == gather_parts.id)
+    return {b.args[0].name: b for b in gathers if part_at(b).plan.axis is Axis.CONTEXT}
 
 
 def _add_part(to: Splitter, line: BoundSymbol, gather: BoundSymbol) -> None:
@@ -225,10 +227,10 @@ def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     (local,) = to.writer.as_call(line, call, (x, t), options)
 
     def total() -> Any:
-        loss = sum_sequence(local, to.everywhere)
+        loss = sum_parts(local, to.everywhere)
         if reduction == "sum":
             return loss
-        rows = sum_sequence(ltorch.sum(ltorch.to(ltorch.ne(t, ignored), torch.float32)), to.everywhere)
+        rows = sum_parts(ltorch.sum(ltorch.to(ltorch.ne(t, ignored), torch.float32)), to.everywhere)
         return ltorch.to(ltorch.true_divide(loss, rows), loss.dtype)
 
     (found,) = to.writer.emit(line, total)
@@ -290,6 +292,7 @@ def _placed(
 ) -> list[BoundSymbol]:
     placed: list[BoundSymbol] = []
     ready: list[BoundSymbol] = []  # whose operands exist, before the first line of compute
+    sent = {issue.output.name: issue.args[0].name for found in issues.values() for issue in found}
 
     def add(bsym: BoundSymbol) -> None:
         placed.append(bsym)
@@ -300,6 +303,12 @@ def _placed(
                 else:
                     add(issue)
 
+    def finish(name: str) -> None:
+        wait = waits.pop(name)
+        if (operand := sent[wait.args[0].name]) in waits:  # gathered over some ranks, then over others
+            finish(operand)
+        add(wait)
+
     for bsym in lines:
         if is_sequence_issue(bsym) or is_sequence_wait(bsym):
             continue
@@ -308,6 +317,6 @@ def _placed(
                 add(ready.pop(0))
         read = names(bsym.args) if is_return(bsym) else names(bsym.flat_proxy_args)
         for name in [name for name in waits if name in read]:
-            add(waits.pop(name))
+            finish(name)
         add(bsym)
     return placed

@@ -71,8 +71,9 @@ def prove_compiled(
         devices = {to_torch_device(p.device) for p in forward.args if isinstance(p, TensorProxy)}
         try:
             with attention_of_gpus() if any(map(is_absent, devices)) else nullcontext():  # as it was compiled
+                contexts = facts.tensors, facts.context
                 return variables.run(
-                    prove_traces, record, facts.parameters, forward, backward, facts.context, facts.border, functions
+                    prove_traces, record, facts.parameters, forward, backward, contexts, facts.border, functions
                 )
         finally:
             data.is_grad_enabled = before

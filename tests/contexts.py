@@ -119,15 +119,15 @@ def batch(step: int, length: int, rows: int = 2) -> tuple[torch.Tensor, torch.Te
     return torch.randint(1, VOCAB, (rows, length)), torch.randint(1, VOCAB, (rows, length))
 
 
-def mesh_of(shape: tuple[int, int], inner: str = "context") -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("data", inner))
+def mesh_of(shape: tuple[int, ...], *inner: str) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", *(inner or ("context",))))
 
 
 def train_both(
     build: Callable[[], nn.Module],
     loss_of: Loss,
     *,
-    shape: tuple[int, int] = (1, 2),
+    shape: tuple[int, ...] = (1, 2),
     length: int = 13,
     steps: int = 2,
     micro: int = 1,
@@ -140,12 +140,13 @@ def train_both(
 ) -> nn.Module:
     """Asserts that losses and all gradients over steps of an optimizer are those of one process with the whole batch.
     ``micro`` batches are added up for each step, of which only the last one reduces. ``step`` computes the loss of the
-    sharded model, if that is another function. ``tensor`` is a tensor_parallel, in the place of the context. Returns the
-    sharded model."""
-    mesh = mesh_of(shape, "context" if tensor is None else "tensor")
+    sharded model, if that is another function. ``tensor`` is a tensor_parallel, in the place of the context, or beside it
+    if the mesh's ``shape`` has three dimensions. Returns the sharded model."""
+    names = ["context", "tensor"] if len(shape) == 3 else ["tensor" if tensor is not None else "context"]
+    mesh = mesh_of(shape, *names)
     torch.manual_seed(0)
     whole = build()
-    parallel = {"context_parallel": context} if tensor is None else {"tensor_parallel": tensor}
+    parallel = {f"{name}_parallel": {"context": context, "tensor": tensor}[name] for name in names}
     model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, **parallel, **options)
     optimizers = [optimizer(m.parameters(), lr=0.1 if optimizer is torch.optim.SGD else 0.01) for m in (whole, model)]
     row = mesh.get_local_rank("data")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import identity
+from passes.comm.sequence import Part, cut, from_input, gather_output, gather_parts, sum_parts, to_output
 from passes.kernels.torch_call import TorchCall
+from passes.kernels.vocabulary import PartOfLoss
 from passes.plan.dims import table
 from passes.plan.dims.reductions import LIKE_OTHER, RESHAPES, moved
 from passes.plan.dims.relation import Labels, Relation, Shape
@@ -90,11 +92,15 @@ def torch_line(bsym: BoundSymbol) -> TorchLine | None:
 
 @functools.cache
 def _name(function: Callable[..., Any]) -> str:
-    """The canonical name of a function; "" if it is not one of torch's."""
+    """The canonical name of a function; "" if it is neither one of torch's nor one of ours that the table has."""
+    if isinstance(function, PartOfLoss):
+        return PART_OF_LOSS
     return canonical(resolve_name(getattr(function, "of_tensors", function)) or "")
 
 
 def _name_of_symbol(id: Hashable) -> str | None:
+    if id in OWN:
+        return str(id)
     if isinstance(id, PrimIDs):
         return PRIMS.get(id)
     if isinstance(id, str) and id.startswith(("torch.", "Tensor.")):
@@ -154,7 +160,29 @@ def _shape(t: TensorProxy) -> Shape:
 
 
 def _relation(line: TorchLine) -> Relation | None:
+    if (own := OWN.get(line.name)) is not None:
+        return own(line)
     return relation(line.name, line.args, line.kwargs, [_shape(t) for t in line.results])
+
+
+def _keeps_dims(line: TorchLine) -> Relation:
+    """A collective of other ranks: of a value that these hold in parts, it may be sent a part. It mixes at most the dim
+    that it splits itself."""
+    part: Part = line.args[1]
+    moves = line.operands[0].shape != line.results[0].shape
+    row = tuple(None if moves and d == part.split.dim else d for d in range(line.operands[0].ndim))
+    return Relation((row,), (row,))
+
+
+def _of_each_row(line: TorchLine) -> Relation:
+    return Relation(((0, None), (0,)), ((0, None),))
+
+
+PART_OF_LOSS = "part of loss"
+OWN: Mapping[Hashable, Callable[[TorchLine], Relation]] = {
+    **dict.fromkeys((s.id for s in (cut, gather_parts, sum_parts, gather_output, to_output, from_input)), _keeps_dims),
+    PART_OF_LOSS: _of_each_row,
+}
 
 
 def _placed(found: Relation, label: int, split: Split) -> Placed | None:

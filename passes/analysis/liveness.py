@@ -53,7 +53,7 @@ class Collective(NamedTuple):
     ``bytes`` counts the whole unsharded bucket as it travels, padding included, or the whole value of which ranks hold
     parts of the sequence. Each rank sends and receives ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is
     the one on the wire, or the name of a :class:`passes.Wire`. ``phase`` is "forward" or "backward"; ``kind`` is
-    "all_gather", "reduce_scatter", "broadcast", "reduce" or "all_reduce", with "_sequence" if parts of a sequence
+    "all_gather", "reduce_scatter", "broadcast", "reduce" or "all_reduce", with "_parts" if parts of a sequence
     travel, or "all_to_all_heads" and "all_to_all_positions"; ``bucket`` then says which dimension is split.
     ``parameters`` are the names of the bucket's members.
     """

@@ -56,8 +56,7 @@ def type_text(proxy: Any, bucket: Bucket | None = None) -> str:
         travels_as = proxy.dtype.shortname() if bucket is None or bucket.wire is None else bucket.travels_as
         return f"future, {' x '.join(map(str, shape))} {travels_as}"
     sizes = list(map(str, shape))
-    part = next((tag for tag in proxy.tags if isinstance(tag, Part)), None)
-    if part is not None and part.is_of(shape):
+    for part in (tag for tag in proxy.tags if isinstance(tag, Part) and tag.is_of(shape)):
         sizes[part.split.dim] += f" of {part.split.size}"
     return f"{proxy.device.device_str()} {proxy.dtype.shortname()}[{', '.join(sizes)}]"
 

@@ -1,8 +1,8 @@
-"""The collectives of a sequence that ranks hold in parts, as symbols of a trace and as the functions that they run.
+"""The collectives of values that ranks hold in parts, as symbols of a trace and as the functions that they run.
 
-    whole = gather_sequence(x, part)       the parts of all ranks, put together
-    x = scatter_sequence(whole, part)      this rank's part of the sum over ranks
-    total = sum_sequence(x, part)          the sum over ranks
+    whole = gather_parts(x, part)       the parts of all ranks, put together
+    x = scatter_parts(whole, part)      this rank's part of the sum over ranks
+    total = sum_parts(x, part)          the sum over ranks
     heads = exchange_heads(x, part)        all positions of this rank's share of dim 1 (Ulysses)
     x = exchange_positions(heads, part)    the reverse
     x = cut(whole, part)                   this rank's part; sends nothing
@@ -35,6 +35,8 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 
+NOT_SPLIT = Split.along(0, 1)  # of values that ranks hold as a whole, or of which they hold parts of a sum
+
 
 class Part(ContextObject):
     """This rank's part of a value: how it is split, and over which ranks.
@@ -45,7 +47,8 @@ class Part(ContextObject):
     def __init__(self, plan: ContextPlan, split: Split, fill: int | None = None) -> None:
         outer, inner = f"{split.outer}x" * (split.outer > 1), f"x{split.inner}" * (split.inner > 1)
         filled = "" if fill is None else f"_filled_{abs(fill)}"
-        super().__init__(f"dim{split.dim}_of_{outer}{split.length}{inner}{filled}", self)
+        where = f"dim{split.dim}_of_{outer}{split.length}{inner}{filled}" if split != NOT_SPLIT else "ranks"
+        super().__init__(f"{plan.axis.value}_{where}", self)
         self.plan, self.split, self.fill = plan, split, fill
 
     @property
@@ -237,25 +240,25 @@ cut = symbol(
 )
 widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
 
-issue_gather = symbol("all_gather_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_gather)
+issue_gather = symbol("all_gather_parts", lambda x, part: _future(x, tuple(x.shape)), _issue_gather)
 wait_gather = symbol(
-    "wait_all_gather_sequence",
+    "wait_all_gather_parts",
     lambda future, part: _like(future, part.whole_shape(tuple(future.shape))),
     _wait_gather,
     properties=Property.PARTS,
 )
 issue_scatter = symbol(
-    "reduce_scatter_sequence", lambda whole, part: _future(whole, tuple(whole.shape)), _issue_scatter,
+    "reduce_scatter_parts", lambda whole, part: _future(whole, tuple(whole.shape)), _issue_scatter,
     properties=Property.PARTS,
 )  # fmt: skip
 wait_scatter = symbol(
-    "wait_reduce_scatter_sequence",
+    "wait_reduce_scatter_parts",
     lambda future, part, shape: _like(future, part.local_shape(tuple(shape))),
     _wait_scatter,
     properties=Property.PARTS,
 )
-issue_sum = symbol("all_reduce_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_sum)
-wait_sum = symbol("wait_all_reduce_sequence", lambda future, part: _like(future, tuple(future.shape)), _wait_sum)
+issue_sum = symbol("all_reduce_parts", lambda x, part: _future(x, tuple(x.shape)), _issue_sum)
+wait_sum = symbol("wait_all_reduce_parts", lambda future, part: _like(future, tuple(future.shape)), _wait_sum)
 
 issue_to_heads = symbol(
     "all_to_all_heads", lambda x, part: _future(x, _with_share(tuple(x.shape), 1 / part.plan.ranks)), _issue_to_heads,
@@ -317,9 +320,9 @@ def _copy(x: TensorProxy, *_: Any) -> TensorProxy:
     return found
 
 
-gather_sequence = symbol("gather_sequence", _gather, None)
-scatter_sequence = symbol("scatter_sequence", _scatter, None)
-sum_sequence = symbol("sum_sequence", _sum, None)
+gather_parts = symbol("gather_parts", _gather, None)
+scatter_parts = symbol("scatter_parts", _scatter, None)
+sum_parts = symbol("sum_parts", _sum, None)
 exchange_heads = symbol("exchange_heads", _to_heads, None)
 exchange_positions = symbol("exchange_positions", _to_positions, None)
 gather_output = symbol("gather_output", _gather, None)  # at the border of the model
@@ -339,9 +342,9 @@ def _with_gradient(sym: Symbol, forward: Any, backward: Any) -> None:
 
 
 _with_gradient(cut, cut, widen)
-_with_gradient(gather_sequence, _gather, _scatter)
-_with_gradient(scatter_sequence, _scatter, _gather)
-_with_gradient(sum_sequence, _sum, _sum)
+_with_gradient(gather_parts, _gather, _scatter)
+_with_gradient(scatter_parts, _scatter, _gather)
+_with_gradient(sum_parts, _sum, _sum)
 _with_gradient(exchange_heads, _to_heads, _to_positions)
 _with_gradient(exchange_positions, _to_positions, _to_heads)
 _with_gradient(gather_output, _gather, lambda g, part: cut(g, part.of_gradients))

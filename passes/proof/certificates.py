@@ -43,12 +43,14 @@ from passes.comm.symbols import GATHERS
 from passes.compat.jit import function_of, grad_rule_of
 from passes.kernels.chunked_loss import ChunkedLoss
 from passes.kernels.torch_call import call_of
+from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire
 from passes.plan.runtime import PlainRuntime
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from thunder.core import devices, dtypes
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
@@ -492,9 +494,9 @@ class Gradient(NamedTuple):
 
 FORMS = {  # what collectives take and give; "equal": a whole that is the same on all ranks
     sequence.cut.id: ("whole", "part"),
-    sequence.gather_sequence.id: ("part", "whole"),
-    sequence.scatter_sequence.id: ("whole", "part"),
-    sequence.sum_sequence.id: ("whole", "whole"),
+    sequence.gather_parts.id: ("part", "whole"),
+    sequence.scatter_parts.id: ("whole", "part"),
+    sequence.sum_parts.id: ("whole", "whole"),
     sequence.exchange_heads.id: ("part", "heads"),
     sequence.exchange_positions.id: ("heads", "part"),
     sequence.gather_output.id: ("part", "border"),
@@ -568,15 +570,49 @@ def _run_with_gradient(lines: Sequence[BoundSymbol], values: dict[str, torch.Ten
 PLAIN: dict[Any, Callable[..., Any]] = {PrimIDs.SHALLOW_COPY: lambda x: x, PrimIDs.MUL: torch.mul}
 
 
-# ---- losses in chunks ----
+# ---- losses in chunks, and of parts of a vocabulary ----
 
 
 def wrong_losses(first: TraceCtx) -> Iterator[str]:
-    """The lines that compute a loss in chunks and are not the loss of all rows, with its gradients."""
-    functions = (call.function for line in first.bound_symbols if (call := call_of(line.sym)) is not None)
-    for loss in dict.fromkeys(f for f in functions if isinstance(f, ChunkedLoss)):
+    """The lines that compute a loss in chunks, or of parts of a vocabulary, and are not the loss, with its gradients;
+    and parts of embeddings that are not the embedding."""
+    functions = {call.function: None for line in first.bound_symbols if (call := call_of(line.sym)) is not None}
+    for loss in (f for f in functions if isinstance(f, ChunkedLoss)):
         if text := _outcome(_found_of_loss, loss):
             yield f"a loss in {loss.chunks} chunks is not the loss of all rows: {text}"
+    for function in (f for f in functions if isinstance(f, LossOfParts | PartOfEmbedding)):
+        if text := _outcome(_found_of_vocabulary, type(function)):
+            yield f"the {function.__name__} of parts of a vocabulary is not that of all: {text}"
+
+
+@lru_cache
+def _found_of_vocabulary(kind: type) -> str:
+    """How a loss or an embedding of three ranks' parts, or its gradient, differs; empty if it does not."""
+    whole = torch.randn(LENGTH, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plans = [ContextPlan(3, rank, pieces=1) for rank in range(3)]
+    if kind is PartOfEmbedding:
+        ids, whole, dim = torch.tensor([0, 5, 3, 2, 1, 1, 4]), whole[:6], 0
+        every: Callable[..., Any] = F.embedding
+        options: dict[str, Any] = {"padding_idx": 3}
+    else:
+        ids, dim, every, options = torch.tensor([0, 5, -1, 2, 1, 1, 3]), 1, F.cross_entropy, {"ignore_index": -1}
+
+    def of_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if kind is PartOfEmbedding:
+            return torch.stack([PartOfEmbedding(p)(ids, x, **options) for p, x in zip(plans, parts, strict=True)]).sum(
+                0
+            )
+        numbers = torch.cat([PartOfLoss(p)(x, ids) for p, x in zip(plans, parts, strict=True)], -1)
+        return LossOfParts(torch.float64)(numbers, ids, **options)
+
+    results = []
+    with torch.enable_grad():
+        given = whole.requires_grad_()
+        all_at_once = every(ids, given, **options) if kind is PartOfEmbedding else every(given, ids, **options)
+        for found in (of_parts(given.chunk(3, dim)), all_at_once):
+            results.append((found, *torch.autograd.grad((found * (1 + found.detach())).sum(), given)))
+    same = all(torch.allclose(one, other) for one, other in zip(*results, strict=True))
+    return "" if same else f"{results[0][0].flatten()[:3].tolist()} for {results[1][0].flatten()[:3].tolist()}"
 
 
 @lru_cache(maxsize=256)

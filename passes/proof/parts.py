@@ -23,6 +23,7 @@ from passes.analysis.recognise import changes_values, is_random, is_return, is_u
 from passes.comm import sequence as comm
 from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import call_of
+from passes.kernels.vocabulary import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import Axis
 from passes.plan.plan import ContextPlan, Split
 from passes.proof.program import Numbers, constant, text_of
@@ -62,6 +63,7 @@ class Known:
     used: bool = False
 
 
+VOCABULARY = PartOfEmbedding, PartOfLoss, LossOfParts
 PARTIAL = {  # what ranks have to add up, in words
     "sum": "a sum over this rank's positions",
     "mean": "a mean over this rank's positions",
@@ -88,7 +90,7 @@ def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[st
         p.name: Form("border" if p.name in context.differentiated else "whole", number)
         for p, number in zip(new.args, inputs.values(), strict=True)
     }
-    for name, gather in given_parts(recorded).items():
+    for name, gather in given_parts(recorded).items() if context.plan.axis is Axis.CONTEXT else ():
         forms[name] = Form("part", values[gather.output.name], gather.args[1].split)
     try:
         results = proof.follow(new, forms)
@@ -183,7 +185,7 @@ class _Proof:
         return [values.get(o.name) if isinstance(o, Proxy) else None for o in _results(trace)]
 
     def _forms(self, line: BoundSymbol, values: dict[str, Form]) -> Sequence[Form]:
-        if (law := LAWS.get(line.sym.id)) is not None:
+        if (law := LAWS.get(line.sym.id)) is not None and line.args[1].plan.axis is self.plan.axis:
             if line.args[1].plan is not self.plan:
                 raise UnknownForm(f"{printed(line)} is for another rank{place(line)}")
             form = law(values[line.args[0].name], line.args[1])
@@ -199,7 +201,8 @@ class _Proof:
             self.writes.append((source.number, target.number))
         if (result := self._with_bias(call, operands)) is not None:
             return [Form("whole", result)]
-        found = self._loss(call, operands) or self._attention(line, call, operands)
+        found = self._vocabulary(line, call, operands) or self._loss(line, call, operands)
+        found = found or self._attention(line, call, operands)
         if found is not None:
             return found
         for entry in self.known.get((_name(line, call), tuple(f.number for f in operands)), ()):
@@ -334,12 +337,38 @@ class _Proof:
             return split if rest[0].split == Split.along(mask.ndim - 2, split.length) else None
         return split if not rest or mask.ndim < 2 or mask.shape[-2] == 1 else None
 
-    def _loss(self, call: TorchLine | None, operands: Sequence[Form]) -> list[Form] | None:
+    def _vocabulary(self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form]) -> list[Form] | None:
+        """What ranks compute of their parts of a vocabulary."""
+        made = call_of(line.sym)
+        function = made.function if made is not None else None
+        if (
+            call is None
+            or not isinstance(function, VOCABULARY)
+            or getattr(function, "plan", self.plan) is not self.plan
+        ):
+            return None
+        kinds, numbers = [(f.kind, f.split) for f in operands], tuple(f.number for f in operands)
+        if isinstance(function, PartOfLoss) and kinds[0][0] == "part" and kinds[1][0] == "whole":
+            equal = Split(1, 1, self.plan.ranks, call.operands[0].shape[1])
+            return [Form("numbers", *numbers)] if kinds[0][1] == equal else None
+        for entry in self.known.get((call.name, numbers), ()):
+            assert entry.call is not None
+            same = constant((entry.call.args, entry.call.kwargs), []) == constant((call.args, call.kwargs), [])
+            same &= _detached(entry.call) == _detached(call)
+            if isinstance(function, PartOfEmbedding) and same and kinds[0][0] == "whole":
+                table = Split(0, 1, self.plan.ranks, entry.call.operands[1].shape[0] // self.plan.ranks)
+                return [Form("sum", entry.results[0])] if kinds[1] == ("part", table) else None
+            if isinstance(function, LossOfParts) and same and kinds == [("all numbers", numbers[1]), ("whole", None)]:
+                right = dtypes.to_torch_dtype(self.dtypes[entry.results[0]]) is function.dtype
+                return [Form("whole", entry.results[0])] if right else None
+        return None
+
+    def _loss(self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form]) -> list[Form] | None:
         if call is None:
             return None
         kinds = [f.kind for f in operands]
         if call.name == LOSS and kinds[0] == "part":
-            return self._rows_of_loss(call, operands)
+            return self._rows_of_loss(line, call, operands)
         if call.name == "ne" and kinds[0] in ("part", "filled") and not isinstance(call.args[1], TensorProxy):
             form = operands[0]
             split, fill = form.split if kinds[0] == "filled" else (form.split, None)
@@ -364,7 +393,7 @@ class _Proof:
             return rows <= 1
         return rows <= (2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max)
 
-    def _rows_of_loss(self, call: TorchLine, operands: Sequence[Form]) -> list[Form] | None:
+    def _rows_of_loss(self, line: BoundSymbol, call: TorchLine, operands: Sequence[Form]) -> list[Form] | None:
         """A loss of this rank's rows: ``split`` has what its sum is divided by."""
         _, _, weight, *_, ignored, _, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
         rows = operands[1]
@@ -373,7 +402,7 @@ class _Proof:
             return None
         if rows.kind not in ("part", "filled") or not (self._even(split) or fill == ignored):
             return None
-        for entry in self.known.get((LOSS, tuple(f.number for f in operands)), ()):
+        for entry in self.known.get((_name(line, call), tuple(f.number for f in operands)), ()):
             assert entry.call is not None
             _, _, recorded_weight, *_, same, _, how, smooth = loss_arguments(*entry.call.args, **entry.call.kwargs)
             if recorded_weight is None and (same, smooth) == (ignored, smoothing) and how in ("mean", "sum"):
@@ -397,6 +426,8 @@ def _cut(form: Form, part: comm.Part) -> Form | None:
 
 
 def _gather(form: Form, part: comm.Part) -> Form | None:
+    if form.kind == "numbers":
+        return form._replace(kind="all numbers") if part.split == Split(1, 1, part.plan.ranks, NUMBERS) else None
     return Form("whole", form.number) if form.kind == "part" and form.split == part.split else None
 
 
@@ -428,9 +459,9 @@ def _across(before: str, after: str) -> Any:
 
 LAWS = {
     comm.cut.id: _cut,
-    comm.gather_sequence.id: _gather,
+    comm.gather_parts.id: _gather,
     comm.gather_output.id: _gather_output,
-    comm.sum_sequence.id: _sum,
+    comm.sum_parts.id: _sum,
     comm.exchange_heads.id: _exchange("part", "heads"),
     comm.exchange_positions.id: _exchange("heads", "part"),
     comm.to_output.id: _across("whole", "border"),
@@ -447,6 +478,8 @@ def _operands(line: BoundSymbol, call: TorchLine | None) -> Sequence[Any]:
 
 def _name(line: BoundSymbol, call: TorchLine | None) -> Hashable:
     made = call_of(line.sym)
+    if made is not None and isinstance(made.function, VOCABULARY):
+        return call.name if call is not None else "", made.function
     if call is not None and call.name:
         return call.name
     return ("calls", id(made.function)) if made is not None else line.sym.id

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_function, block_functions, differentiated
@@ -169,19 +170,20 @@ def _written(line: BoundSymbol) -> set[str]:
 
 
 class Record(NamedTuple):
-    """A computation as it was ``traced``, as ranks ``split`` it, as ``first`` all later passes must keep it, and as the
-    ``last`` pass gives it to autodiff."""
+    """A computation at its first ``stages`` (as it was traced, as ranks split its parameters, then its sequences), as
+    ``first`` all later passes must keep it, and as the ``last`` pass gives it to autodiff."""
 
+    stages: tuple[TraceCtx, ...]
     first: TraceCtx
     last: TraceCtx
-    traced: TraceCtx
-    split: TraceCtx | None
+
+    @property
+    def traced(self) -> TraceCtx:
+        return self.stages[0]
 
     def after(self, last: TraceCtx, *, begins: bool) -> Record:
         """The record after one more pass. ``begins``: whether all later passes must keep what it gives."""
-        if not begins:
-            return self._replace(last=last)
-        return self._replace(first=last, last=last, split=last if self.split in (None, self.traced) else self.split)
+        return Record((*self.stages, last), last, last) if begins else self._replace(last=last)
 
 
 @dataclass(frozen=True)
@@ -516,7 +518,7 @@ def prove(
     parameters: TracedParameters,
     forward: TraceCtx,
     backward: TraceCtx | None,
-    context: Context | None = None,
+    contexts: Sequence[Context | None] = (),
     border: Border | None = None,
     functions: Sequence[tuple[TraceCtx, Callable[..., Any] | None]] = (),
 ) -> Proof:
@@ -527,12 +529,13 @@ def prove(
         parameters: the sharded parameters among its inputs, and the models' steps.
         forward: the final trace.
         backward: likewise; None if nothing is differentiated.
-        context: the ranks that hold the parts of sequences; None if each has whole ones.
+        contexts: the ranks that hold the parts of parameters, and those of sequences; None if each has whole ones.
         border: the prologue and the epilogue; None if they are not known.
         functions: traces that run, each with its function; None: as it will be compiled.
     """
-    split = record.split if context is not None and context.plan.ranks > 1 else None
-    if context is not None and split is not None and (differences := tuple(unproven(record.traced, split, context))):
+    stages = zip(contexts, pairwise(record.stages), strict=False)
+    splits = [(one, before, after) for one, (before, after) in stages if one is not None and one.plan.ranks > 1]
+    if differences := tuple(text for one, before, after in splits for text in unproven(before, after, one)):
         return Proof("unproven", differences=differences)
     try:
         made = claim(record, parameters, forward, backward)
@@ -540,7 +543,7 @@ def prove(
         return Proof("unproven", differences=(f"the unsharded program: {error}",))
     proof = check(made, forward, backward)
     others = [*(other_borders(border) if border is not None else ()), *uncertified(forward, backward)]
-    others += [*(wrong_gradients(split) if split is not None else ()), *wrong_losses(record.first)]
+    others += [*(wrong_gradients(splits[-1][2]) if splits else ()), *wrong_losses(record.first)]
     others += [text for trace, function in functions for text in other_text(trace, function)]
     return replace(proof, verdict="unproven", differences=(*proof.differences, *others)) if others else proof
 
@@ -560,6 +563,7 @@ def prove_step(
     proofs: list[Proof],
     forwards: list[TraceCtx],
     proving: Sequence[str],
+    tensors: Context | None,
     context: Context | None,
     border: Border | None,
 ) -> TraceCtx:
@@ -579,7 +583,7 @@ def prove_step(
         forwards[:] = [trace]
         return trace
     traces = [t for t in (forward, backward) if t is not None]
-    proof = prove(record, parameters, forward, backward, context, border, [(t, None) for t in traces])
+    proof = prove(record, parameters, forward, backward, (tensors, context), border, [(t, None) for t in traces])
     proofs.append(proof)
     if proof.verdict == "unproven":
         raise UnprovenStepError(

@@ -18,9 +18,7 @@ from shardtrace.model.places import init_empty_weights
 from shardtrace.model.state import state_of
 from shardtrace.options.policies import (
     Checks,
-    ContextParallel,
     InitPolicy,
-    TensorParallel,
     parse_context,
     parse_tensor,
 )
@@ -79,21 +77,22 @@ def environment(strategy: Any) -> Iterator[None]:
     yield
     if isinstance(strategy.mesh, tuple):
         shared = _sharing(strategy.options)
-        names = ("replicate", "shard") if shared is None else ("data", shared.mesh_dim)
+        names = ("data", *shared) if shared else ("replicate", "shard")
         strategy.mesh = init_device_mesh(strategy.root_device.type, strategy.mesh, mesh_dim_names=names)
 
 
-def _sharing(options: Mapping[str, Any]) -> ContextParallel | TensorParallel | None:
-    """The option that lets several ranks share a batch; None if each has its own."""
-    return parse_context(options.get("context_parallel")) or parse_tensor(options.get("tensor_parallel"))
+def _sharing(options: Mapping[str, Any]) -> list[str]:
+    """The dimensions of the mesh whose ranks share a batch; none if each rank has its own."""
+    given = parse_context(options.get("context_parallel")), parse_tensor(options.get("tensor_parallel"))
+    return [one.mesh_dim for one in given if one is not None]
 
 
 def sampling(strategy: Any, usual: dict[str, Any]) -> dict[str, Any]:
     """How many replicas of the data there are, and which is this rank's: ranks that share a batch share theirs."""
     shared, mesh = _sharing(strategy.options), strategy.mesh
-    if shared is None or not isinstance(mesh, DeviceMesh):
+    if not shared or not isinstance(mesh, DeviceMesh):
         return usual
-    others = [name for name in mesh.mesh_dim_names or () if name != shared.mesh_dim]
+    others = [name for name in mesh.mesh_dim_names or () if name not in shared]
     replicas, rank = 1, 0
     for name in others:
         replicas, rank = replicas * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
@@ -146,7 +145,7 @@ class ShardtraceStrategy(DDPStrategy):
             of your own, or jit a function that calls the model.
         executors: those of ``thunder.jit``.
         mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
-            context), and for ``tensor_parallel``, (data, tensor).
+            context), for ``tensor_parallel``, (data, tensor), for both, (data, context, tensor).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method, accelerator, parallel_devices, cluster_environment, precision: as for
             Fabric's DDPStrategy.
@@ -363,7 +362,7 @@ class ShardtraceTrainerStrategy(strategies.DDPStrategy):
     Args:
         sharding_strategy: as for :func:`shardtrace.fsdp`.
         mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
-            context), and for ``tensor_parallel``, (data, tensor).
+            context), for ``tensor_parallel``, (data, tensor), for both, (data, context, tensor).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method: as for Lightning's DDPStrategy.
         options: further arguments of :func:`shardtrace.fsdp`, without ``InitPolicy.device`` and ``Checks.timeout``.

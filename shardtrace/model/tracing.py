@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.analysis.recognise import module_of
-from passes.comm.sequence import Part, gather_sequence
+from passes.comm.sequence import Part, gather_parts
 from passes.compat.jit import (
     OldObjects,
     check_dtensors,
@@ -46,7 +46,6 @@ from passes.sequence import Context
 from passes.split_parameters import Tensors
 from shardtrace.model.shards import current
 from shardtrace.model.state import REMEDY, ShardedState, link_of, own_state, refuse_shard, states_in
-from shardtrace.options.policies import TensorParallel
 from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.mesh import is_alone, transport
 from shardtrace.ranks.progress import compiling
@@ -76,15 +75,15 @@ from torch import nn
 # ---- sequences in parts ----
 
 
-def context_of(states: Sequence[ShardedState], facts: Facts) -> Context | None:
-    """How the models' sequences or parameters are split over ranks; None if each rank computes with whole ones.
+def contexts_of(states: Sequence[ShardedState], facts: Facts) -> tuple[Tensors | None, Context | None]:
+    """How the models' parameters and sequences are split over ranks; None if each rank computes with whole ones.
 
     Raises RuntimeError if another model of the jitted function splits them in another way.
     """
-    found = [_context_of(state) for state in states]
-    known = facts.context if facts.models else found[0]
-    for state, context in zip(states, found, strict=True):
-        if not _is_same(context, known):
+    found = [(_tensors_of(state), _context_of(state)) for state in states]
+    known = (facts.tensors, facts.context) if facts.models else found[0]
+    for state, contexts in zip(states, found, strict=True):
+        if [*map(_way, contexts)] != [*map(_way, known)]:
             raise RuntimeError(
                 f"{state.model_name} is computed together with a model that splits sequences or parameters over other "
                 "ranks, or in another way, or not at all: pass the same mesh and the same context_parallel or "
@@ -94,8 +93,6 @@ def context_of(states: Sequence[ShardedState], facts: Facts) -> Context | None:
 
 
 def _context_of(state: ShardedState) -> Context | None:
-    if state.options.tensor is not None:
-        return tensors_of(state, state.options.tensor)
     plan, options = plan_of(state), state.options.context
     if plan is None or options is None:
         return None
@@ -111,10 +108,10 @@ def plan_of(state: ShardedState) -> ContextPlan | None:
     return ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
 
 
-def tensors_of(state: ShardedState, options: TensorParallel) -> Tensors:
-    """How a model's parameters are split over ranks."""
-    group = state.groups.tensor
-    assert group is not None
+def _tensors_of(state: ShardedState) -> Tensors | None:
+    group, options = state.groups.tensor, state.options.tensor
+    if group is None or options is None:
+        return None
     direct = transport(group, {e.device.type for e in state.entries}).direct
     plan = ContextPlan(
         group.size(),
@@ -128,16 +125,12 @@ def tensors_of(state: ShardedState, options: TensorParallel) -> Tensors:
     return Tensors(plan, hows=options.hows(e.name for e in state.entries))
 
 
-def _is_same(one: Context | None, other: Context | None) -> bool:
-    """Whether sequences are split alike, over the same ranks."""
-
-    def ways(context: Context | None) -> tuple[Any, ...]:
-        if context is None or context.plan.ranks == 1:
-            return ()
-        plan = context.plan
-        return plan.runtime.group(plan.axis), plan.axis, plan.attention, context.dim, context.returns_parts
-
-    return ways(one) == ways(other)
+def _way(context: Context | None) -> tuple[Any, ...]:
+    """What must be equal for models that are computed together."""
+    if context is None or context.plan.ranks == 1:
+        return ()
+    plan = context.plan
+    return plan.runtime.group(plan.axis), plan.attention, context.dim, context.returns_parts
 
 
 def takes_parts(state: ShardedState) -> bool:
@@ -171,7 +164,7 @@ def wholes(state: ShardedState, context: Context | None) -> Callable[[TensorProx
                 "part of a sequence has two chunks of equal length: cut it with shardtrace.shard_sequence"
             )
         if p.name not in made:
-            made[p.name] = gather_sequence(p, Part(context.plan, Split.along(dim, ranks * p.shape[dim])))
+            made[p.name] = gather_parts(p, Part(context.plan, Split.along(dim, ranks * p.shape[dim])))
         return made[p.name]
 
     return whole_of
@@ -180,9 +173,9 @@ def wholes(state: ShardedState, context: Context | None) -> Callable[[TensorProx
 def compare_batches(state: ShardedState, given: Mapping[str, torch.Tensor]) -> None:
     """Raises RankMismatchError on all ranks that share a batch if they were given different ones. Compares the first
     one of these shapes, so that a rank that compiles again by itself does not wait for the others."""
-    group = state.groups.sharing
+    group = state.groups.tensor if takes_parts(state) else state.groups.sharing
     shapes = tuple((name, t.dtype, t.shape) for name, t in sorted(given.items()))
-    if group is None or is_alone(group) or takes_parts(state) or shapes in state.compared:
+    if group is None or is_alone(group) or shapes in state.compared:
         return
     compare(
         group,
@@ -328,7 +321,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     refresh_modules(lambda p: functools.reduce(lambda q, state: state.now(q), states, current(p)), compilation.live)
     _drop_oldest(compilation, states[0])
     facts = compilation.trace(get_jit_ctx())
-    context = facts.context = context_of(states, facts)
+    facts.tensors, facts.context = contexts_of(states, facts)
     check_alone(states[0], call)
     facts.chunks = states[0].options.compile.chunk_loss
     in_step = [*getattr(facts.contract, "states", ()), *states]  # also of earlier calls
@@ -344,8 +337,8 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         by_stand_in |= state.by_stand_in
 
     def found(tensor: torch.Tensor, wrapped: Any) -> None:
-        if context is not None:
-            context.kept.append(wrapped.value.history)
+        if facts.context is not None:
+            facts.context.kept.append(wrapped.value.history)
         if id(tensor) in by_stand_in:
             facts.parameters.add(wrapped.value.history, by_stand_in[id(tensor)])
 
@@ -357,7 +350,8 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         varying = compilation.earlier.setdefault(name, Varying(partial(_warn, states[0])))
         setting = _setting(
             states, facts.known, found, by_stand_in, earlier=facts.changes,
-            state=name, varying=varying, whole_of=wholes(states[0], context), parts=context is not None,
+            state=name, varying=varying, whole_of=wholes(states[0], facts.context),
+            parts=facts.tensors is not None or facts.context is not None,
         )  # fmt: skip
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)

@@ -24,9 +24,10 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import product
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -177,8 +178,9 @@ Mesh = DeviceMesh | dist.ProcessGroup
 class Groups(NamedTuple):
     """The process groups of a model: all of its ranks, those that share one copy of its shards, those that hold the
     same shard (None unless a strategy is hybrid), those that hold the parts of one sequence (None if ranks have whole
-    sequences), and those that compute with parts of parameters (None if ranks use whole ones). ``mesh`` has the same
-    ranks: in two dimensions, ``outer`` and ``inner``, for a hybrid strategy."""
+    sequences), those that compute with parts of parameters (None if ranks use whole ones), and those that are given one
+    batch (None if each has its own). ``mesh`` has the same ranks: in two dimensions, ``outer`` and ``inner``, for a
+    hybrid strategy."""
 
     mesh: DeviceMesh
     everyone: dist.ProcessGroup
@@ -186,12 +188,8 @@ class Groups(NamedTuple):
     outer: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
-    seats: tuple[int, ...] = ()  # of all ranks, in order: the number of each among those that share its batch
-
-    @property
-    def sharing(self) -> dist.ProcessGroup | None:
-        """The ranks that are given one batch; None if each has its own."""
-        return self.context if self.context is not None else self.tensor
+    sharing: dist.ProcessGroup | None = None
+    seats: tuple[int, ...] = ()  # of all ranks, in order: the number of each in its ``tensor`` group
 
 
 def resolve_groups(
@@ -210,10 +208,9 @@ def resolve_groups(
     Raises ValueError if a hybrid strategy, a context or a tensor gets another mesh, otherwise the errors of
     :func:`resolve_group`.
     """
-    if context is not None:
-        return _sharing("context", mesh, context, hybrid=hybrid)
-    if tensor is not None:
-        return _sharing("tensor", mesh, tensor, hybrid=hybrid)
+    shared = {kind: dim for kind, dim in (("context", context), ("tensor", tensor)) if dim is not None}
+    if shared:
+        return _sharing(mesh, shared, hybrid=hybrid)
     if not hybrid:
         group = resolve_group(mesh, device, timeout)
         mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, device.type)
@@ -229,26 +226,36 @@ def resolve_groups(
     return Groups(mesh, _everyone(mesh), mesh.get_group(1), mesh.get_group(0))
 
 
-def _sharing(kind: Literal["context", "tensor"], mesh: Mesh | None, dim: str, *, hybrid: bool) -> Groups:
-    """The groups of a mesh of which the ranks of one dimension are given one batch."""
-    if not isinstance(mesh, DeviceMesh) or dim not in (mesh.mesh_dim_names or ()):
-        found = f"one of {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
-        raise ValueError(
-            f"{kind}_parallel={dim!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
-            f"mesh=torch.distributed.init_device_mesh(device_type, (data, {kind}), "
-            f'mesh_dim_names=("data", {dim!r}))'
-        )
-    if hybrid:
-        raise ValueError(
-            f"{kind}_parallel shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
-            'strategy or "zero3_secondary": choose "zero3", "zero2" or "ddp"'
-        )
-    everyone = _everyone(mesh)
+def _sharing(mesh: Mesh | None, dims: Mapping[str, str], *, hybrid: bool) -> Groups:
+    """The groups of a mesh, of which the ranks along ``dims`` are given one batch: a name for each kind, "context" or
+    "tensor"."""
+    for kind, dim in dims.items():
+        if not isinstance(mesh, DeviceMesh) or dim not in (mesh.mesh_dim_names or ()):
+            found = f"one of {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+            raise ValueError(
+                f"{kind}_parallel={dim!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
+                f"mesh=torch.distributed.init_device_mesh(device_type, ({', '.join(('data', *dims))}), "
+                f"mesh_dim_names={('data', *dims.values())})"
+            )
+        if hybrid:
+            raise ValueError(
+                f"{kind}_parallel shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
+                'strategy or "zero3_secondary": choose "zero3", "zero2" or "ddp"'
+            )
+    assert isinstance(mesh, DeviceMesh)
+    every, groups = mesh.mesh_dim_names or (), {kind: mesh.get_group(dim) for kind, dim in dims.items()}
+    if len({*dims.values()}) < len(dims):
+        raise ValueError(f"context_parallel and tensor_parallel both name {dims['tensor']!r}: give each a dimension")
+    sharing = next(iter(groups.values()))
+    if len(groups) > 1:
+        sharing = mesh[tuple(d for d in every if d in dims.values())]._flatten().get_group()
+    everyone, seats = _everyone(mesh), tuple[int, ...]()
+    if "tensor" in dims:
+        along = every.index(dims["tensor"])
+        seat_of = {int(mesh.mesh[place]): place[along] for place in product(*map(range, mesh.mesh.shape))}
+        seats = tuple(seat_of[rank] for rank in dist.get_process_group_ranks(everyone))
     flat = DeviceMesh.from_group(everyone, mesh.device_type)
-    along = (mesh.mesh_dim_names or ()).index(dim)
-    seat_of = {int(mesh.mesh[place]): place[along] for place in product(*map(range, mesh.mesh.shape))}
-    seats = tuple(seat_of[rank] for rank in dist.get_process_group_ranks(everyone))
-    return Groups(flat, everyone, everyone, seats=seats, **{kind: mesh.get_group(dim)})
+    return Groups(flat, everyone, everyone, sharing=sharing, seats=seats, **groups)
 
 
 def _everyone(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from contexts import Attention, Tokens, mesh_of
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 class MLP(nn.Module):
@@ -55,7 +56,7 @@ def compiled(fake_ranks):
 def cuts(cmodel):
     """The parts of parameters with which a step computes: the name of each, and its part."""
     lines = [b for b in stage(cmodel, "shard_parameters").bound_symbols if b.sym.name == "cut"]
-    return {b.args[0].name.removeprefix("t_"): b.args[1].name for b in lines}
+    return {b.args[0].name.removeprefix("t_"): b.args[1].name.removeprefix("tensor_") for b in lines}
 
 
 def remarks(cmodel):
@@ -66,15 +67,15 @@ def test_lines_of_an_mlp(compiled):
     assert_expected_inline(
         text(stage(compiled(MLP, torch.ones(3, 4)), "shard_parameters"), dels=False),
         """\
-t0 = cut(t_up_weight, dim0_of_2x4)
-t1 = cut(t_up_bias, dim0_of_2x4)
+t0 = cut(t_up_weight, tensor_dim0_of_2x4)
+t1 = cut(t_up_bias, tensor_dim0_of_2x4)
 t2 = ltorch.linear(x, t0, t1)
 t3 = ltorch.gelu(t2, approximate='none')
-t4 = cut(t_down_weight, dim1_of_2x4)
+t4 = cut(t_down_weight, tensor_dim1_of_2x4)
 t5 = ltorch.linear(t3, t4, None)
-t6 = sum_sequence(t5, dim0_of_1)
+t6 = sum_parts(t5, tensor_ranks)
 t7 = ltorch.add(t6, t_down_bias, alpha=1)
-t8 = to_output(t7, dim0_of_1)
+t8 = to_output(t7, tensor_ranks)
 return {'output': (t8,), 'flat_args': [x, t_down_bias, t_down_weight, t_up_bias, t_up_weight]}""",
     )
 
@@ -100,7 +101,7 @@ def test_more_ranks_than_shared_heads(compiled):
 
 def test_blocks_are_compiled_once(compiled):
     model = compiled(lambda: Tokens(layers=3), torch.ones(2, 3, dtype=torch.long))
-    assert len(cuts(model)) == 9
+    assert len(cuts(model)) == 10
     assert "is compiled once for 3 calls" in remarks(model)
     assert "each rank computes the whole products with layers.*.up.weight, head.weight" in remarks(model)
 
@@ -148,6 +149,90 @@ def test_a_value_that_is_returned_is_gathered(fake_ranks):
     (total + h.sum()).backward()
     assert h.shape == (2, 8)
     assert len(cuts(cmodel)) == 3
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+# ---- parts of a vocabulary ----
+
+
+class Language(nn.Module):
+    """Tokens and labels (B, T) to a loss. Embedding and head are tied, logits are capped, labels are shifted."""
+
+    def __init__(self, vocabulary=32, loss=F.cross_entropy, returns=None):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(vocabulary, 8, padding_idx=3), nn.Linear(8, vocabulary, bias=False)
+        self.head.weight, self.loss, self.returns = self.wte.weight, loss, returns
+
+    def forward(self, x, y):
+        logits = self.head(self.wte(x)).float()[:, :-1]
+        logits = 3 * torch.tanh(logits / 3)
+        loss = self.loss(logits.flatten(0, 1), y[:, 1:].flatten())
+        return loss if self.returns is None else (loss, self.returns(logits))
+
+
+TOKENS = torch.ones(2, 6, dtype=torch.long)
+
+
+def test_lines_of_a_loss_on_parts_of_a_vocabulary(compiled):
+    cmodel = compiled(Language, TOKENS, TOKENS)
+    assert_expected_inline(
+        text(stage(cmodel, "shard_parameters"), dels=False),
+        """\
+t0 = cut(t_wte_weight, tensor_dim0_of_2x16)
+(t1,) = torch_embedding_part(x, t0)
+t2 = sum_parts(t1, tensor_ranks)
+t3 = ltorch.linear(t2, t0, None)
+logits = ltorch.getitem(t3, (slice(None,None,None), slice(None,-1,None), slice(None,None,None)))
+t4 = ltorch.div(logits, 3, rounding_mode=None, out=None)
+t5 = ltorch.tanh(t4)
+t6 = ltorch.mul(t5, 3)
+t7 = ltorch.flatten(t6, 0, 1)
+t8 = ltorch.getitem(y, (slice(None,None,None), slice(1,None,None)))
+t9 = ltorch.flatten(t8, 0, -1)
+(t10,) = torch_loss_part(t7, t9)
+t11 = gather_parts(t10, tensor_dim1_of_2x3)
+(loss,) = torch_cross_entropy_part(t11, t9)
+t12 = to_output(loss, tensor_ranks)
+return {'output': (t12,), 'flat_args': [x, y, t_wte_weight]}""",
+    )
+    assert shardtrace.prove(cmodel).verdict == "proven"
+    sent = [(row.kind, row.phase, row.bytes) for row in shardtrace.collectives(cmodel) if row.kind.endswith("_parts")]
+    rows, numbers = 2 * 6 * 8 * 4, 2 * 5 * 2 * 3 * 4
+    assert sent == [
+        ("all_reduce_parts", "forward", rows), ("all_gather_parts", "forward", numbers),
+        ("reduce_scatter_parts", "backward", numbers), ("all_reduce_parts", "backward", rows),
+    ]  # fmt: skip
+
+
+def test_a_small_table_is_whole_beside_a_head_that_is_cut(compiled):
+    cmodel = compiled(lambda: Language(vocabulary=16), TOKENS, TOKENS)
+    lines = {b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols}
+    assert lines >= {"embedding", "cut", "torch_loss_part"}
+    assert "sum_parts" not in lines
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocabulary": 33},
+        {"returns": lambda logits: logits},
+        {"returns": lambda logits: logits.logsumexp(-1).square().mean()},
+        {"loss": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1)},
+        {"loss": lambda logits, labels: F.cross_entropy(logits, labels, torch.arange(32.0))},
+        {"loss": lambda logits, labels: F.cross_entropy(logits, F.one_hot(labels, 32).float())},
+        {"loss": lambda logits, labels: F.nll_loss(logits.log_softmax(-1), labels)},
+    ],
+    ids=["odd", "returned", "read", "smoothed", "weighted", "probabilities", "nll"],
+)
+def test_losses_of_whole_logits(fake_ranks, options):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Language(**options), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    cmodel = thunder.jit(model)
+    loss, *_ = tree_leaves(cmodel(TOKENS, TOKENS))
+    loss.backward()
+    lines = {b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols}
+    assert not lines & {"torch_loss_part", "gather_parts"}
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
@@ -200,7 +285,7 @@ class Dropping(MLP):
 def test_random_numbers_of_whole_values_are_drawn_in_parts(compiled):
     cmodel = compiled(Dropping, torch.ones(3, 4))
     lines = [b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols]
-    assert lines[-5:] == ["cut", "dropout", "gather_sequence", "to_output", "python_return"]
+    assert lines[-5:] == ["cut", "dropout", "gather_parts", "to_output", "python_return"]
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
@@ -212,7 +297,7 @@ def test_random_numbers_that_do_not_divide_are_refused(compiled):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"context_parallel": "tensor"}, "context_parallel and tensor_parallel cannot be combined yet"),
+        ({"context_parallel": "tensor"}, "context_parallel and tensor_parallel both name 'tensor'"),
         ({"memory": "80GB"}, "memory and tensor_parallel cannot be combined yet"),
         ({"sharding_strategy": "hybrid_zero3"}, "tensor_parallel shards parameters over all ranks of the mesh"),
         ({"tensor_parallel": "model"}, r"tensor_parallel='model' needs a DeviceMesh that has a dimension of this name"),
@@ -235,5 +320,5 @@ def test_ways_that_do_not_exist(how):
 def test_inline_blocks(compiled):
     policy = CompilePolicy(repeated_blocks="inline")
     cmodel = compiled(lambda: Tokens(layers=2), torch.ones(2, 3, dtype=torch.long), compile_policy=policy)
-    assert len(cuts(cmodel)) == 6
+    assert len(cuts(cmodel)) == 7
     assert shardtrace.prove(cmodel).verdict == "proven"

@@ -45,9 +45,7 @@ def lines_of(model):
 def sent(model):
     """The collectives of sequences: kind, phase and bytes."""
     rows = shardtrace.collectives(model)
-    return [
-        (row.kind, row.phase, row.bytes) for row in rows if row.kind.endswith(("_sequence", "_heads", "_positions"))
-    ]
+    return [(row.kind, row.phase, row.bytes) for row in rows if row.kind.endswith(("_parts", "_heads", "_positions"))]
 
 
 def test_lines_of_a_tiny_model(fake_ranks):
@@ -57,15 +55,15 @@ def test_lines_of_a_tiny_model(fake_ranks):
     assert_expected_inline(
         text(stage(cmodel, "shard_parameters"), dels=False),
         """\
-t0 = cut(x, dim1_of_8)
+t0 = cut(x, context_dim1_of_8)
 t1 = ltorch.linear(t0, t_attention_qkv_weight, t_attention_qkv_bias)
 (t2, t3, t4) = ltorch.chunk(t1, 3, -1)
 t5 = ltorch.view(t3, (1, 4, 2, 2))
 t6 = ltorch.transpose(t5, 1, 2)
-t7 = gather_sequence(t6, dim2_of_8)
+t7 = gather_parts(t6, context_dim2_of_8)
 t8 = ltorch.view(t4, (1, 4, 2, 2))
 t9 = ltorch.transpose(t8, 1, 2)
-t10 = gather_sequence(t9, dim2_of_8)
+t10 = gather_parts(t9, context_dim2_of_8)
 t11 = ltorch.view(t2, (1, 4, 2, 2))
 t12 = ltorch.transpose(t11, 1, 2)
 (y,) = torch_causal_attention_part(t12, t7, t10)
@@ -74,9 +72,9 @@ t14 = ltorch.reshape(t13, (1, 4, 4))
 t15 = ltorch.linear(t14, t_attention_out_weight, t_attention_out_bias)
 t16 = ltorch.pow(t15, 2)
 t17 = ltorch.mean(t16, None, False, dtype=None)
-t18 = sum_sequence(t17, dim0_of_1)
+t18 = sum_parts(t17, context_ranks)
 t19 = ltorch.mul(t18, 0.5)
-t20 = to_output(t19, dim0_of_1)
+t20 = to_output(t19, context_ranks)
 return {'output': (t20,), 'flat_args': [x, t_attention_out_bias, t_attention_out_weight, t_attention_qkv_bias, t_attention_qkv_weight]}""",
     )
 
@@ -86,11 +84,11 @@ def test_keys_and_values_are_sent_before_heads_are_repeated(sharded):
     model = sharded(hugging_face("Llama"), ContextParallel("context", attention="gather"))
     of_hugging_face(model, *batch(0, 16), use_cache=False).backward()
     of_keys = 2 * 2 * 16 * 4 * 4  # rows, key heads, positions, width of a head, bytes
-    gathers = [row for row in sent(model) if row[2] == of_keys and row[0] != "all_reduce_sequence"]
+    gathers = [row for row in sent(model) if row[2] == of_keys and row[0] != "all_reduce_parts"]
     assert sorted(gathers) == [
-        *[("all_gather_sequence", "backward", of_keys)] * 2,
-        *[("all_gather_sequence", "forward", of_keys)] * 2,
-        *[("reduce_scatter_sequence", "backward", of_keys)] * 2,
+        *[("all_gather_parts", "backward", of_keys)] * 2,
+        *[("all_gather_parts", "forward", of_keys)] * 2,
+        *[("reduce_scatter_parts", "backward", of_keys)] * 2,
     ]
 
 

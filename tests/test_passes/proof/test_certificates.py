@@ -7,6 +7,7 @@ import shardtrace  # isort: split
 from dataclasses import replace
 
 from passes.comm import cuts, direct, native, quantized, sequence
+from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import layout
 from passes.plan.layout import ShardLayout
 from passes.proof import certificates
@@ -137,12 +138,12 @@ def test_a_collective_of_sequences_that_breaks_its_law_is_found(proof_of_sequenc
 
 S = sequence
 NO_ADJOINTS = {
-    "a gather's is a cut": ("gather", S.gather_sequence, S._gather, S.cut),
+    "a gather's is a cut": ("gather", S.gather_parts, S._gather, S.cut),
     "an output's sums up": ("gather", S.gather_output, S._gather, S._scatter),
     "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S._gather(g, part)),
-    "a sum's is its own": ("gather", S.sum_sequence, S._sum, S._copy),
+    "a sum's is its own": ("gather", S.sum_parts, S._sum, S._copy),
     "a cut parameter's is gathered": ("tensor", S.cut, S.cut, lambda g, part: S._gather(g, part)),
-    "a sum of products is its own": ("tensor", S.sum_sequence, S._sum, S._copy),
+    "a sum of products is its own": ("tensor", S.sum_parts, S._sum, S._copy),
     "an output's is not divided": ("gather", S.to_output, S._copy, S._copy),
     "heads stay": ("ulysses", S.exchange_heads, S._to_heads, lambda g, part: S._to_positions(g * 1.0, part) * 2.0),
     "positions stay": ("ulysses", S.exchange_positions, S._to_positions, lambda g, part: S._to_heads(g, part) * 0.5),
@@ -194,3 +195,12 @@ def test_a_cut_of_another_part_is_found(proof_of_sequence, attention, monkeypatc
 
     monkeypatch.setattr(sequence.Part, "ranges", of_next_rank)
     assert "cuts another part" in str(proof_of_sequence(attention))
+
+
+@pytest.mark.parametrize("kind", [PartOfLoss, LossOfParts, PartOfEmbedding])
+def test_wrong_functions_of_a_vocabulary_are_found(monkeypatch, kind):
+    whole = PartOfEmbedding if kind is PartOfEmbedding else LossOfParts
+    assert certificates._found_of_vocabulary.__wrapped__(whole) == ""
+    right = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, *args, **options: 1.01 * right(self, *args, **options))
+    assert " for " in certificates._found_of_vocabulary.__wrapped__(whole)

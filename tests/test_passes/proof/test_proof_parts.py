@@ -10,6 +10,7 @@ from passes.comm import sequence
 from passes.comm.sequence import Part
 from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import call_of
+from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.pipeline import FirstStage
 from passes.plan.plan import Split
 from passes.proof.parts import unproven
@@ -40,10 +41,14 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    """Returns a loss, and logits if it ``returns`` them."""
+
+    def __init__(self, returns):
         super().__init__()
-        self.embed, self.places = nn.Embedding(WIDTH, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, WIDTH)
+        words = WIDTH if returns else 10 * LENGTH
+        self.embed, self.places = nn.Embedding(words, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, words)
+        self.returns = returns
 
     def forward(self, x, y):
         h = self.embed(x) + self.places(torch.arange(x.shape[1]))
@@ -51,16 +56,19 @@ class Net(nn.Module):
             h = layer(h)
         h = h - h.mean(1, keepdim=True)
         logits = self.head(h)[:, :-1]
-        return logits, F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten())
+        return logits if self.returns else None, loss
 
 
 def compiled(attention, arguments="whole"):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "inner"))
-    if attention == "tensor":
-        options = {"tensor_parallel": "inner"}
-    else:
-        options = {"context_parallel": shardtrace.ContextParallel("inner", attention=attention, arguments=arguments)}
-    cmodel = thunder.jit(shardtrace.fsdp(Net(), mesh=mesh, **options))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    options = (
+        {"tensor_parallel": "outer" if attention == "both" else "inner"} if attention in ("tensor", "both") else {}
+    )
+    if attention != "tensor":
+        way = "auto" if attention == "both" else attention
+        options |= {"context_parallel": shardtrace.ContextParallel("inner", attention=way, arguments=arguments)}
+    cmodel = thunder.jit(shardtrace.fsdp(Net(returns=attention != "tensor"), mesh=mesh, **options))
     x = torch.zeros(2, LENGTH if arguments == "whole" else LENGTH // 2, dtype=torch.long)
     cmodel(x, x)[1].backward()
     assert shardtrace.prove(cmodel).verdict == "proven"
@@ -100,9 +108,9 @@ def split_changed(lines, i, dice):
 def collective_changed(lines, i, dice):
     """A copy in the place of a sum or of the border, a gather in that of an exchange."""
     others = {
-        sequence.sum_sequence.id: sequence.to_output, sequence.to_output.id: sequence.sum_sequence,
-        sequence.gather_sequence.id: sequence.gather_output, sequence.gather_output.id: sequence.gather_sequence,
-        sequence.exchange_heads.id: sequence.gather_sequence, sequence.exchange_positions.id: sequence.gather_sequence,
+        sequence.sum_parts.id: sequence.to_output, sequence.to_output.id: sequence.sum_parts,
+        sequence.gather_parts.id: sequence.gather_output, sequence.gather_output.id: sequence.gather_parts,
+        sequence.exchange_heads.id: sequence.gather_parts, sequence.exchange_positions.id: sequence.gather_parts,
     }  # fmt: skip
     other = others.get(lines[i].sym.id)
     return lines[i].from_bsym(sym=other) if other is not None else None
@@ -118,12 +126,17 @@ def constant_changed(lines, i, dice):
     return lines[i].from_bsym(args=tuple(args))
 
 
-def mask_changed(lines, i, dice):
-    """Attention that masks as for another rank, or for a longer sequence."""
+def function_changed(lines, i, dice):
+    """Attention that masks as for another rank, or for a longer sequence; a loss or an embedding of another rank."""
     call = call_of(lines[i].sym)
-    if call is None or not isinstance(own := call.function, CausalAttention):
+    own = call.function if call is not None else None
+    if isinstance(own, CausalAttention | PartOfEmbedding | PartOfLoss):
+        others = [replace(own, plan=replace(own.plan, rank=1 - own.plan.rank))]
+        others += [replace(own, length=own.length + 4)] if isinstance(own, CausalAttention) else []
+    elif isinstance(own, LossOfParts):
+        others = [replace(own, dtype=torch.float64)]
+    else:
         return None
-    others = [replace(own, plan=replace(own.plan, rank=1 - own.plan.rank)), replace(own, length=own.length + 4)]
     wrong = replace(call, function=dice.choice(others))
     return lines[i].from_bsym(sym=replace(lines[i].sym, id=wrong))
 
@@ -151,7 +164,7 @@ KINDS = (
     split_changed,
     collective_changed,
     constant_changed,
-    mask_changed,
+    function_changed,
 )
 
 
@@ -187,21 +200,23 @@ def mutants(trace, kind, dice):
 
 
 @pytest.mark.parametrize(
-    ("attention", "arguments"), [("gather", "whole"), ("ulysses", "whole"), ("gather", "part"), ("tensor", "whole")]
+    ("attention", "arguments"),
+    [("gather", "whole"), ("ulysses", "whole"), ("gather", "part"), ("tensor", "whole"), ("both", "whole")],
 )
 def test_mutants_are_found(fake_ranks, attention, arguments):
     fake_ranks(4)
     facts = compiled(attention, arguments)
-    record, context = facts.record, facts.context
-    assert list(unproven(record.traced, record.first, context)) == []
+    record, context = facts.record, facts.context or facts.tensors
+    before = record.stages[0 if facts.context is None else 1]
+    assert list(unproven(before, record.first, context)) == []
     dice, count = random.Random(0), 0
     for kind in KINDS:
         found = list(mutants(record.first, kind, dice))
-        absent = {"gather": [bias_on_each_rank], "ulysses": [mask_changed, bias_on_each_rank], "tensor": [mask_changed]}
-        assert found or kind in absent[attention], kind.__name__
+        absent = {"gather": [bias_on_each_rank], "ulysses": [function_changed, bias_on_each_rank]}
+        assert found or kind in absent.get(attention, ()), kind.__name__
         count += len(found)
         for wrong, line in found:
-            assert list(unproven(record.traced, wrong, context)), f"{kind.__name__}: {line}"
+            assert list(unproven(before, wrong, context)), f"{kind.__name__}: {line}"
     assert count > 60
 
 

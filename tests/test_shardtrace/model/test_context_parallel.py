@@ -51,7 +51,7 @@ def prove(build, loss_of, *, shape=(1, 2), length=13, **options):
     loss_of(model, *batch(0, length)).backward()
     assert shardtrace.prove(model).verdict == "proven"
     kinds = {row.kind for row in shardtrace.collectives(model)}
-    assert any(kind.endswith(("_sequence", "_heads", "_positions")) for kind in kinds)
+    assert any(kind.endswith(("_parts", "_heads", "_positions")) for kind in kinds)
 
 
 MODELS = {

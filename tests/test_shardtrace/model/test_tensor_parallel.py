@@ -4,7 +4,7 @@ import copy
 from functools import partial
 
 import shardtrace
-from shardtrace import CommPolicy
+from shardtrace import CommPolicy, CompilePolicy, ContextParallel
 
 import pytest
 import torch
@@ -74,29 +74,62 @@ MODELS = {
     "gpt2": (gpt2, of_hugging_face),
     "llama": (partial(hugging_face, "Llama"), of_hugging_face),
 }
+LOSS = CompilePolicy(returns="loss")  # on parts of the vocabulary
 
 
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
 def test_models(model):
-    train_both(*MODELS[model], tensor="tensor", optimizer=adamw, steps=3)
+    train_both(*MODELS[model], tensor="tensor", optimizer=adamw, steps=3, compile_policy=LOSS)
 
 
+MESHES = {
+    "llama on 2x2": {"shape": (2, 2)},
+    "gpt on 1x2x2": {"activation_checkpointing": "full", "micro": 2},
+    "gpt2 on 1x2x2": {},
+    "llama on 1x2x2": {"length": 12, "sharding_strategy": "zero2"},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @on_ranks(4)
-def test_two_for_data_and_two_for_tensors():
-    train_both(*MODELS["gpt"], tensor="tensor", shape=(2, 2), optimizer=adamw, steps=3)
+def test_meshes_of_four_ranks(mesh):
+    options = {"shape": (1, 2, 2), "steps": 3, "compile_policy": LOSS} | MESHES[mesh]
+    train_both(*MODELS[mesh.split()[0]], tensor="tensor", optimizer=adamw, **options)
 
 
+@pytest.mark.parametrize("arguments", ["whole", "part"])
+def test_evaluation_is_proven(fake_ranks, arguments):
+    fake_ranks(4)
+    context = ContextParallel("context", arguments=arguments)
+    mesh = mesh_of((1, 2, 2), "context", "tensor")
+    model = shardtrace.fsdp(gpt(), mesh=mesh, context_parallel=context, tensor_parallel="tensor")
+    with torch.no_grad():
+        model(*batch(0, 8))
+    assert shardtrace.prove(model).verdict == "proven"
+
+
+PHASES = {"forward": "all_gather_parts", "backward": "reduce_scatter_parts"}  # and what the loss sends in them
+
+
+@pytest.mark.parametrize("mesh", [("tensor",), ("context", "tensor")], ids="+".join)
 @pytest.mark.parametrize("model", MODELS)
-def test_models_are_proven(fake_ranks, model):
+def test_models_are_proven_and_send_what_megatron_sends(fake_ranks, model, mesh):
     fake_ranks(4)
     build, loss_of = MODELS[model]
-    sharded = shardtrace.fsdp(build(), mesh=mesh_of((2, 2), "tensor"), tensor_parallel="tensor")
-    loss_of(sharded, *batch(0, 12)).backward()
+    parallel = {f"{name}_parallel": name for name in mesh}
+    shape = (4 // 2 ** len(mesh), *[2] * len(mesh))
+    sharded = shardtrace.fsdp(build(), mesh=mesh_of(shape, *mesh), compile_policy=LOSS, **parallel)
+    tokens, labels = batch(0, 12, rows=1)
+    loss_of(sharded, tokens, labels).backward()
     assert shardtrace.prove(sharded).verdict == "proven"
-    sums = [row for row in shardtrace.collectives(sharded) if row.kind == "all_reduce_sequence"]
-    layers = 2 if model == "gpt" else 1
-    assert len(sums) == 2 * 2 * layers  # after attention and after the MLP, and their gradients
+    layers, hidden, rows = 2 if model == "gpt" else 1, 16 * 12 * 4, 3 * 2 * 12 * 4
+    tables = 2 if model != "llama" and "context" in mesh else 1  # whose rows are added up: of words, and of places
+    sums = [hidden] * (2 * layers + tables)  # after each attention and each MLP
+    sent = {phase: [row for row in shardtrace.collectives(sharded) if row.phase == phase] for phase in PHASES}
+    for phase, kind in PHASES.items():
+        of_tensors = [(row.kind, row.bytes * len(mesh)) for row in sent[phase] if row.bucket.startswith("tensor")]
+        assert sorted(of_tensors) == sorted([(kind, rows), *(("all_reduce_parts", size) for size in sums)])
 
 
 OPTIONS = {

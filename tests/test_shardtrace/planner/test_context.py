@@ -36,7 +36,7 @@ def test_inputs_are_whole_for_a_model_that_takes_parts(task):
     with fake_ranks(RANKS):
         step = task._replace(fixed=fixed, context=2).compile_function({"sharding_strategy": "zero3"})
     shown = shardtrace.inspect(step)
-    assert "gather_sequence" not in str(shown.stages[0].lines)
+    assert "gather_parts" not in str(shown.stages[0].lines)
     of_blocks = [row for row in shown.collectives if row.issue == row.wait]
     assert {row.kind for row in of_blocks} == {"all_to_all_heads", "all_to_all_positions"}
     assert all(row.start < row.stop for row in of_blocks)
