@@ -33,7 +33,7 @@ MODELS = CONFIGS | {"Qwen3-8B": Config(width=4096, layers=36, heads=32, hidden=1
 class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
     its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks,
-    ``clock`` over that of ``device``.
+    ``tensor``: the ranks that share a batch and compute with parts of parameters, ``clock`` over that of ``device``.
     """
 
     model: str
@@ -46,6 +46,7 @@ class Run(NamedTuple):
     bandwidth: float | None = None
     tokens: int = 8192
     context: int | None = None
+    tensor: int | None = None
     attention: str = "flash2"
     clock: float = 1.0
 
@@ -96,7 +97,7 @@ def predict(run: Run) -> TrainingPlan:
     }
     x = torch.zeros(run.batch, run.tokens, dtype=torch.long)
     options: dict[str, Any] = {"device": run.device, "memory": "1TB", "cost_model": cost, "fixed": fixed}
-    options["context"] = run.context
+    options |= {"context": run.context, "tensor": run.tensor}
     return shardtrace.plan(model, (x, x), world_size=run.ranks, **options)
 
 
@@ -114,10 +115,10 @@ def row(run: Run) -> str:
     """The run in a table of Markdown."""
     found = predict(run)
     speed, peak = found.tokens / found.seconds, found.peak / 2**30
-    split = f" over {run.context}" if run.context else ""
+    split = f" over {run.context}" if run.context else f", tensor {run.tensor}" if run.tensor else ""
     kernels = f", {run.attention}" if run.attention != "flash2" else ""
     cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}, {run.tokens:,} tokens{split}{kernels}"]
-    cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}"]
+    cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}" if run.speed else ""]
     cells += [f"{run.memory or ''}", f"{peak:.1f}", f"{peak / run.memory - 1:+.1%}" if run.memory else ""]
     return f"| {' | '.join(cells)} |"
 
