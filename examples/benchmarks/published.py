@@ -77,6 +77,11 @@ LONG = (
     # https://arxiv.org/abs/2602.21196, table 3: Ulysses in parts, flash attention 3; activations are offloaded
     Run("8B", 8, "h100-sxm", 1, "full", 2280, tokens=2**17, context=8, attention="flash3"),
 )
+# Table 4 of the same page: with torch.compile and Float8, which are not predicted. The first page, of 2024: in bf16
+TENSOR = (
+    Run("70B", 256, "h100-sxm", 16, "full", 829, memory=71.9, bandwidth=HBM2E, clock=WATTS_500, tensor=8),
+    Run("405B", 128, "h100-sxm", 2, "full", 109, bandwidth=HBM2E, clock=WATTS_500, tensor=8),
+)
 
 
 def predict(run: Run) -> TrainingPlan:
@@ -126,5 +131,5 @@ def row(run: Run) -> str:
 if __name__ == "__main__":
     print("| run | tokens/s a GPU | predicted | | GiB a GPU | predicted | |")
     print("|---|---|---|---|---|---|---|")
-    for run in (*RUNS, *LONG):
+    for run in (*RUNS, *LONG, *TENSOR):
         print(row(run), flush=True)

@@ -92,11 +92,14 @@ def test_models_are_proven(fake_ranks, model):
     fake_ranks(4)
     build, loss_of = MODELS[model]
     sharded = shardtrace.fsdp(build(), mesh=mesh_of((2, 2), "tensor"), tensor_parallel="tensor")
-    loss_of(sharded, *batch(0, 12)).backward()
+    loss_of(sharded, *batch(0, 12), **({} if model == "gpt" else {"use_cache": False})).backward()
     assert shardtrace.prove(sharded).verdict == "proven"
     sums = [row for row in shardtrace.collectives(sharded) if row.kind == "all_reduce_sequence"]
     layers = 2 if model == "gpt" else 1
-    assert len(sums) == 2 * 2 * layers  # after attention and after the MLP, and their gradients
+    assert len(sums) == 2 * 2 * layers  # after attention and after the MLP, and their gradients: Megatron's
+    assert {row.bytes for row in sums} == {2 * 12 * 16 * 4}  # of hidden states
+    others = {row.kind for row in shardtrace.collectives(sharded)} - {"all_gather", "reduce_scatter"}
+    assert others == {"all_reduce_sequence"}
 
 
 OPTIONS = {
@@ -146,6 +149,26 @@ def test_clipping_and_state_dicts(tmp_path):
     other = shardtrace.fsdp(Model())  # without tensor parallelism
     shardtrace.load_checkpoint(tmp_path, other, adamw(other.parameters()))
     torch.testing.assert_close(shardtrace.full_state_dict(other), whole.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_checkpoints_between_meshes(tmp_path):
+    """Three steps of AdamW, each on another mesh than the one before it."""
+    torch.manual_seed(0)
+    whole = Model()
+    optimizer = adamw(whole.parameters())
+    for step, shape in enumerate([(2, 1), (1, 2), (2, 1)]):
+        torch.manual_seed(step)
+        model = shardtrace.fsdp(Model(), mesh=mesh_of(shape, "tensor"), tensor_parallel="tensor")
+        own = adamw(model.parameters())
+        if step:
+            shardtrace.load_checkpoint(tmp_path / str(step - 1), model, own)
+        for m, o in ((whole, optimizer), (model, own)):
+            of_logits(m, *batch(step, 8)).backward()
+            o.step()
+            o.zero_grad()
+        torch.testing.assert_close(shardtrace.full_state_dict(model), whole.state_dict(), rtol=1e-5, atol=1e-5)
+        shardtrace.save_checkpoint(tmp_path / str(step), model, own, step=step)
 
 
 @on_ranks(2)
