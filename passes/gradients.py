@@ -39,7 +39,7 @@ from passes.analysis.recognise import (
     issues_future,
     waits_for_future,
 )
-from passes.comm.symbols import OFFLOADS, REDUCTIONS, Property, accumulate, accumulated, symbol
+from passes.comm.symbols import OFFLOADS, REDUCTIONS, Folds, Property, accumulate, accumulated, symbol
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket, Gradients, Level, Runtime, Step, TracedParameters
 from passes.plan.runtime import Sources, Unused
@@ -165,8 +165,9 @@ def _like(gradient: TensorProxy, uses: ContextObject) -> TensorProxy:
     return TensorProxy(like=gradient)
 
 
-mark_unused = symbol("mark_unused", _like, _mark, properties=Property.VIEW)
-unless_unused = symbol("unless_unused", _like, _unless_unused, properties=Property.VIEW)
+MARKED, GIVEN = Folds("minus zero if no gradient has come"), Folds("None if no gradient has come on any rank")
+mark_unused = symbol("mark_unused", _like, _mark, properties=Property.VIEW, tags=[MARKED])
+unless_unused = symbol("unless_unused", _like, _unless_unused, properties=Property.VIEW, tags=[GIVEN])
 
 
 # ---- accumulation ----

@@ -207,7 +207,7 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
     if options.command == "check":
         done = _check(options, script_arguments)
         if os.environ.get("RANK", "0") == "0":
-            print(done)
+            print(_in_flags(str(done)))
         return 0 if done.ok else 1
     if options.command == "plan":
         _plan(options, script_arguments)

@@ -24,7 +24,7 @@ THUNDER = "0.2.6"
 NVFUSER: Release = (2, 10)  # the last torch that it is built for
 EXTRAS = {  # packages that are imported, under the names of their distributions
     "plan": ("scipy",),
-    "hf": ("transformers", "tqdm"),
+    "hf": ("transformers", "accelerate", "tqdm"),
     "lightning": ("lightning", "tqdm"),
     "notebook": ("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "pandas"),
     "docs": ("mkdocs", "mkdocs-material", "mkdocstrings"),
@@ -212,7 +212,7 @@ def of_calibration(thunder: dict[str, Any]) -> Finding:
         return Finding("calibration", None, "unknown: Thunder cannot be imported")
     if thunder["calibrated"]:
         return Finding("calibration", True, f"of {thunder['machine']}, in {thunder['folder']}")
-    run = "torchrun --nproc_per_node=2 -m shardtrace.calibrate"
+    run = "torchrun --nproc_per_node=2 -m shardtrace calibrate"
     return Finding("calibration", None, f"none of {thunder['machine']} in {thunder['folder']}: {run}")
 
 

@@ -17,7 +17,7 @@ import shardtrace.testing
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 
 import pytest
-from ranks import run_script
+from ranks import on_ranks, run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -159,6 +159,71 @@ def test_first_script_runs(page, tmp_path):
     file.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{script}")
     printed = run_script(file, [], 2)
     assert printed or "print" not in script
+
+
+# The other samples of the pages that a new user reads first, by a word of each; and what a script has around them.
+NET = """
+import shardtrace, thunder, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from shardtrace import CommPolicy
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x, y=None):
+        return self.layer(x) if y is None else F.mse_loss(self.layer(x), y)
+
+    encode = forward
+
+torch.manual_seed(0)
+model = Net()
+x = torch.randn(2, 64)
+batches = loader = 4 * [(x, x)]
+"""
+SHARDED = NET + "shardtrace.fsdp(model)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+SAMPLES = {
+    "start": {
+        "mp_policy": NET,
+        "nullcontext": SHARDED,
+        "penalty": SHARDED + "criterion, y = nn.MSELoss(), x",
+        "labels": SHARDED
+        + """
+labels, forward = torch.tensor([[1, -100 + dist.get_rank()]]), model
+model = lambda input_ids, labels: type("Output", (), {"loss": forward(input_ids, input_ids)})""",
+        "join": SHARDED,
+    },
+    "from-ddp": {"shardtrace.parallel": NET},
+    "frameworks": {
+        "register_forward_method": NET,
+        "thunder.jit(step)": NET + "import passes\nteacher = Net()\nmy_pass = lambda trace: trace",
+        '"torchcompile"]': SHARDED,
+        "histogram": NET + "model = nn.Linear(4, 4)",
+    },
+    "communication": {"lm_head": NET},
+}
+
+
+def sample(page, word):
+    """The shortest block of Python of a page that has this word."""
+    blocks = SCRIPT.findall((ROOT / f"docs/guide/{page}.md").read_text())[1:]
+    return min((block for block in blocks if word in block), key=len)
+
+
+@pytest.mark.parametrize(("page", "word"), [(page, word) for page, words in SAMPLES.items() for word in words])
+@on_ranks(2)
+def test_other_samples_run(page, word):
+    exec(compile(f"{SAMPLES[page][word]}\n{sample(page, word)}", f"{page}.py", "exec"), {"__name__": "page"})
+
+
+def test_samples_are_whole():
+    """Those that do not run have "..." for what a script has there, or start ranks of their own."""
+    for page in SAMPLES:
+        run = [sample(page, word) for word in SAMPLES[page]]
+        others = [b for b in SCRIPT.findall((ROOT / f"docs/guide/{page}.md").read_text())[1:] if b not in run]
+        assert all("..." in block or "fabric.launch" in block for block in others), others
 
 
 OF_TORCH = (

@@ -9,6 +9,9 @@ Thunder prints the Python that runs. ``print(trace)`` of a trace with our lines 
     # 0  train.py:12  y = model(x)                                                 the module, the place and its code
     t6 = linear(input, t4, t5)  # t6: "cpu f32[8, 64]"
 
+
+    # mark_unused in 2 lines, minus zero if no gradient has come: t9 = t7, t10 = t8        lines that fold
+
 It leaves out the definitions of lines that run. Blocks that the trace calls are printed below it. Nothing of this is
 made before somebody prints: the program that Python compiles has Thunder's own text.
 """
@@ -26,8 +29,9 @@ from itertools import takewhile
 from typing import Any
 
 from passes.analysis.calls import Block, BlockFunction, block_function, block_of, called_module
-from passes.analysis.recognise import module_of
+from passes.analysis.recognise import is_deletion, module_of
 from passes.comm.sequence import Part
+from passes.comm.symbols import Folds
 from passes.plan import Bucket
 from passes.plan.plan import STRATEGY_NAMES
 
@@ -183,11 +187,35 @@ def _print_line(printer: Any, above: Sequence[str], *line: Any) -> Iterator[str]
     yield from [code] if isinstance(code, str) else code
 
 
+def _fold(lines: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines, with successive ones of a symbol that folds, and the deletions of what they read, as one comment."""
+    run: list[BoundSymbol] = []
+    for bsym in lines:
+        if run and bsym.sym.id != run[0].sym.id and not is_deletion(bsym):
+            yield from _as_one(run)
+            run = []
+        if run or any(isinstance(tag, Folds) for tag in bsym.sym.tags or ()):
+            run.append(bsym)
+        else:
+            yield bsym
+    yield from run  # a trace does not end in them
+
+
+def _as_one(run: list[BoundSymbol]) -> list[BoundSymbol]:
+    first, *more = (b for b in run if not is_deletion(b))
+    if not more:
+        return run
+    what = next(tag for tag in first.sym.tags if isinstance(tag, Folds))
+    values = [f"{b.output.name} = {b.args[0].name}" for b in (first, *more)]
+    text = _comment([f"{first.sym.name} in {len(values)} lines, {what}: {values[0]}", *values[1:]])
+    return [first.from_bsym(sym=replace(first.sym, python_printer=lambda *_: text))]
+
+
 def _text(trace: TraceCtx, block: str | None = None, **options: Any) -> str:
     heading, known = _Heading(block), set[str]()
     shown = copy(trace)
     lines = []
-    for bsym in trace.bound_symbols:
+    for bsym in _fold(trace.bound_symbols):
         buckets = [a for a in bsym.args if isinstance(a, Bucket) and a.name not in known]
         known |= {b.name for b in buckets}
         lines.append(_shown(bsym, [*heading(bsym), *(row for b in buckets for row in describe_bucket(b))]))

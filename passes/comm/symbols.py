@@ -79,6 +79,10 @@ class Property(Flag):
         return bool(self & (Property.VIEW | Property.INDEX | Property.CAST | Property.COPY))
 
 
+class Folds(str):
+    """A tag of symbols: successive lines of one print as a single comment, which says this of each."""
+
+
 # ---- copies to the host ----
 
 

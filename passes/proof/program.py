@@ -353,7 +353,7 @@ class Evaluation:
         found = type_of(proxy)
         known = self.numbers.types.setdefault(number, found)
         if known != found:
-            what = f"{proxy.name} is {type_text(found)}, elsewhere the same value is {type_text(known)}"
+            what = f"{proxy.name} is {shape_text(found)}, elsewhere the same value is {shape_text(known)}"
             raise UnprovenError(what, line)
 
     def assign(self, step: Step, number: int, values: Values) -> None:
@@ -385,7 +385,7 @@ def type_of(proxy: TensorProxy) -> Type:
     return tuple(proxy.shape), proxy.dtype
 
 
-def type_text(type: Type) -> str:
+def shape_text(type: Type) -> str:
     """A shape and a dtype as traces print them: "f32[2, 4]"."""
     shape, dtype = type
     return f"{dtype.shortname()}{list(shape)}"

@@ -39,10 +39,10 @@ from passes.proof.program import (
     UnprovenError,
     Values,
     has_fusions,
+    shape_text,
     signature,
     text_of,
     type_of,
-    type_text,
 )
 from passes.proof.reference import (
     REFERENCE_LAWS,
@@ -407,7 +407,7 @@ def _types_of_gradients(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
     """The gradients that have another shape or dtype than their input."""
     for given, gradient in zip(_arguments(forward), backward.bound_symbols[-1].args[0], strict=True):
         if isinstance(gradient, TensorProxy) and (one := type_of(gradient)) != (other := type_of(given)):
-            yield f"the gradient of {given.name}, which is {type_text(other)}, is {type_text(one)}"
+            yield f"the gradient of {given.name}, which is {shape_text(other)}, is {shape_text(one)}"
 
 
 def _arguments(forward: TraceCtx) -> Sequence[Any]:

@@ -14,6 +14,7 @@ Lines that differ only in names, as in repeated blocks, share a template. ``t3 =
 from __future__ import annotations
 
 import linecache
+import math
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -316,7 +317,9 @@ def _read_line(bsym: BoundSymbol) -> Line:
     found = [match for match in NAME.finditer(code) if match[0] in known]
     cuts = [0, *(at for match in found for at in match.span()), len(code)]
     pieces = tuple(code[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True))
-    template = Template(pieces, _count_results(bsym, code, found), tuple(map(_type, bsym.flat_proxy_outs)))
+    bucket = next((a for a in bsym.args if isinstance(a, Bucket)), None)
+    types = tuple(_type(o, bucket) for o in bsym.flat_proxy_outs)
+    template = Template(pieces, _count_results(bsym, code, found), types)
     fused = tuple(map(_read_line, bsym.subsymbols)) if bsym.sym.is_fusion else ()
     return Line(template, tuple(match[0] for match in found), _source(bsym), fused)
 
@@ -336,13 +339,14 @@ def _count_results(bsym: BoundSymbol, code: str, found: list[re.Match[str]]) -> 
     return sum(match[0] in results and match.start() < left for match in found)
 
 
-def _type(proxy: Any) -> Type | None:
+def _type(proxy: Any, bucket: Bucket | None) -> Type | None:
     if not isinstance(proxy, TensorProxy | FutureTensorProxy):
         return None
-    size = proxy.dtype.bytes
-    for d in proxy.shape:
-        size *= d if isinstance(d, int) else int(d.value)
-    return Type(type_text(proxy), size)
+    numel = math.prod(d if isinstance(d, int) else int(d.value) for d in proxy.shape)
+    size = numel * proxy.dtype.bytes
+    if isinstance(proxy, FutureTensorProxy) and bucket is not None and bucket.wire is not None:
+        size = numel * bucket.bytes // bucket.full_numel
+    return Type(type_text(proxy, bucket), size)
 
 
 def _source(bsym: BoundSymbol) -> Source | None:

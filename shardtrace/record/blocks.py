@@ -155,7 +155,9 @@ class Blocks:
             if kinds[type(span.module)] > 1 and span.name in self.apart:  # a single block has no equal
                 reasons.setdefault(self.apart[span.name], []).append(span.name)
         for why, names_ in reasons.items():
-            parts.append(f"{', '.join(names_[:4])}{', ...' if len(names_) > 4 else ''} by itself: {why}")
+            more = ", ..." if len(names_) > 4 else ""
+            each = ", each" if len(names_) > 1 else ""
+            parts.append(f"{', '.join(names_[:4])}{more}{each} by itself: {why}")
         return "; ".join(parts)
 
 

@@ -250,10 +250,10 @@ def _constant(name: str, value: bool, instead: str, original: Callable[..., Any]
 
 def _prefetch(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
     def refuse(self: nn.Module, modules: Sequence[nn.Module]) -> None:
-        raise NotImplementedError(
-            f"{name} does nothing in a compiled step, which gathers ahead by itself. To gather more buckets ahead, "
-            f"pass fsdp(compile_policy=CompilePolicy(prefetch={max(1, len(modules))})); otherwise leave the call out"
-        )
+        instead = "leave the call out"
+        if len(modules) > 1:
+            instead += f"; to gather more ahead, pass fsdp(compile_policy=CompilePolicy(prefetch={len(modules)}))"
+        raise NotImplementedError(f"{name} does nothing in a compiled step, which gathers ahead by itself: {instead}")
 
     return original or refuse
 

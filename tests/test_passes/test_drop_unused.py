@@ -1,6 +1,7 @@
 """What no gradient reaches has no gradient, as in eager mode: optimizers leave it alone."""
 
 import copy
+import re
 from contextlib import nullcontext
 
 import shardtrace
@@ -210,5 +211,11 @@ def test_lines(fake_ranks):
     for name in ("mark_unused", "unless_unused"):
         added = [b for b in trace.bound_symbols if b.sym.name == name]
         assert sorted(sorted(b.args[1].obj.sources) for b in added) == [[0], [0], [1], [1]]
+    printed = str(trace)
+    assert re.search(r"# unless_unused in 4 lines, None if no gradient has come on any rank: t\d+ = t\d+,", printed)
+    assert re.search(
+        r"  # mark_unused in 2 lines, minus zero if no gradient has come: t\d+ = t\d+, t\d+ = t\d+\n", printed
+    )
+    assert "unused(" not in printed
     one = compile_fake(lambda: nn.Linear(4, 4), torch.ones(3, 4))
     assert "unused" not in str(thunder.last_backward_traces(one)[-1])

@@ -256,7 +256,7 @@ def test_blocks_of_one_kind(make, kinds, single_rank):
 def test_the_remark(single_rank):
     cmodel = check(lambda: Net(Plain(), Dropped(), Plain(), Dropped(0.1)), rows)
     assert remarks(cmodel) == (
-        "blocks.0 is compiled once for 2 calls; blocks.1, blocks.3 by itself: no other block makes the same calls"
+        "blocks.0 is compiled once for 2 calls; blocks.1, blocks.3, each by itself: no other block makes the same calls"
     )
 
 
@@ -282,7 +282,7 @@ def test_transforms_see_the_lines_of_blocks(single_rank):
     cmodel = thunder.jit(shardtrace.fsdp(Net(Plain(), Plain())), transforms=[Onlooker()])
     cmodel(*rows(0))
     assert called(cmodel) == []
-    assert remarks(cmodel) == "blocks.0, blocks.1 by itself: Onlooker is to see them"
+    assert remarks(cmodel) == "blocks.0, blocks.1, each by itself: Onlooker is to see them"
 
 
 def test_blocks_in_several_buckets(fake_ranks):
@@ -290,7 +290,7 @@ def test_blocks_in_several_buckets(fake_ranks):
     cmodel = thunder.jit(shardtrace.fsdp(Net(Norm(), Norm()), bucketing_strategy="none"))
     cmodel(*rows(0))
     assert called(cmodel) == []
-    assert remarks(cmodel) == "blocks.0, blocks.1 by itself: its parameters are in several buckets"
+    assert remarks(cmodel) == "blocks.0, blocks.1, each by itself: its parameters are in several buckets"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ class StretchNet(Net):
 def test_blocks_that_write_into_what_they_are_given(single_rank):
     cmodel = check(lambda: StretchNet(Stretch(), Stretch()), rows)
     assert called(cmodel) == []
-    assert remarks(cmodel) == "blocks.0, blocks.1 by itself: it writes into tensors of others"
+    assert remarks(cmodel) == "blocks.0, blocks.1, each by itself: it writes into tensors of others"
 
 
 class Viewing(Net):
@@ -465,7 +465,7 @@ class Viewing(Net):
 def test_results_that_are_written_into(single_rank):
     cmodel = check(lambda: Viewing(Plain(), Plain()), rows)
     assert called(cmodel) == []
-    assert remarks(cmodel) == "blocks.0, blocks.1 by itself: what it returns is written into"
+    assert remarks(cmodel) == "blocks.0, blocks.1, each by itself: what it returns is written into"
 
 
 class HalfDetached(Net):

@@ -168,6 +168,6 @@ def test_command_on_two_ranks(tmp_path, capfd, monkeypatch):
     said = capfd.readouterr().out
     assert said.count("equal to the bit: of ") + said.count("the same: of ") == 1  # one rank prints
     assert main([*command, "--mp-policy", "bf16"]) == 1
-    assert "mp_policy='bf16' rounds, and eager PyTorch does not" in capfd.readouterr().out
+    assert "--mp-policy bf16 rounds, and eager PyTorch does not" in capfd.readouterr().out
     assert main(["check", f"{tmp_path}/model.py:other", "--world-size", "2"]) == 1
     assert capfd.readouterr().err.count("there is no function other") == 1

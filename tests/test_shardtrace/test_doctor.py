@@ -53,7 +53,7 @@ def state(finding):
         (doctor.of_device(CPU, "570.1"), "MISSING", "driver 570.1, but torch sees no CUDA device (Torch not compiled"),
         (doctor.of_device(BROKEN, "570.1"), "MISSING", "torch cannot be imported"),
         (doctor.of_calibration(LOADED), "ok", "of NVIDIA H100, in /cache"),
-        (doctor.of_calibration({**LOADED, "calibrated": False}), "-", "-m shardtrace.calibrate"),
+        (doctor.of_calibration({**LOADED, "calibrated": False}), "-", "-m shardtrace calibrate"),
         (doctor.of_calibration(BROKEN), "-", "unknown"),
     ],
 )
@@ -64,7 +64,7 @@ def test_findings(finding, expected, part):
 
 def test_optional_packages(monkeypatch):
     monkeypatch.setattr(doctor, "installed", {"transformers": "4.51.3"}.get)
-    assert str(doctor.of_extra("hf")).endswith("tqdm missing: pip install 'shardtrace[hf]'")
+    assert str(doctor.of_extra("hf")).endswith("accelerate, tqdm missing: pip install 'shardtrace[hf]'")
     monkeypatch.setattr(doctor, "installed", {"scipy": "1.11"}.get)
     assert str(doctor.of_extra("plan")) == "ok       plan         scipy 1.11"
     monkeypatch.setattr(doctor.shutil, "which", {"google-chrome": "/bin/google-chrome"}.get)

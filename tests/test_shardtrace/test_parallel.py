@@ -1,4 +1,4 @@
-"""The drop-in for DistributedDataParallel, with a script in the style of nanoGPT, which only rank 0 evaluates."""
+"""A script in the style of nanoGPT: with the drop-in for DistributedDataParallel, and sharded as from-ddp.md says."""
 
 import copy
 
@@ -49,6 +49,44 @@ def test_a_script_for_ddp():
     found = train(model, DDP)
     assert found[0] == pytest.approx(expected[0])
     torch.testing.assert_close(found[1], expected[1])
+
+
+def train_and_save(model, sharded):
+    """Five steps. Each rank evaluates its own batches; the best model so far is kept, as whole tensors."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = shardtrace.fsdp(model) if sharded else nn.parallel.DistributedDataParallel(model)
+    best, kept = torch.tensor(torch.inf), []
+    for i in range(5):
+        with torch.no_grad():
+            loss = model(batch(100 + i, dist.get_rank())).square().mean()
+        dist.all_reduce(loss)
+        if loss < best:
+            best = loss
+            if sharded:
+                states = shardtrace.full_state_dict(model), shardtrace.full_optimizer_state_dict(model, optimizer)
+            else:
+                states = model.module.state_dict(), optimizer.state_dict()
+            kept.append((i, *copy.deepcopy(states)))
+        model(batch(i, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return kept
+
+
+@on_ranks(2)
+def test_a_sharded_script_saves_what_ddp_saves():
+    found, expected = train_and_save(net(), True), train_and_save(net(), False)
+    assert len(expected) > 1
+    torch.testing.assert_close(found, expected)
+    _, state, moments = found[-1]
+    plain = net()
+    plain.load_state_dict(state)
+    torch.optim.AdamW(plain.parameters()).load_state_dict(moments)
+    resumed = shardtrace.fsdp(net())
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    resumed.load_state_dict(state)
+    shardtrace.load_full_optimizer_state_dict(resumed, optimizer, moments)
+    torch.testing.assert_close(shardtrace.full_optimizer_state_dict(resumed, optimizer), moments)
 
 
 @on_ranks(2)

@@ -55,6 +55,15 @@ def test_repeated_blocks_share_templates(three_blocks):
     )
 
 
+def test_futures_are_of_what_is_on_the_wire():
+    policy = shardtrace.CommPolicy(gather_dtype="int8", reduce_wire="int8")
+    shown = shardtrace.inspect(nn.Linear(64, 64), torch.ones(2, 64), world_size=2, comm_policy=policy)
+    lines = [line for phase in shown.record.phases for line in phase.lines]
+    types = [kind for line in lines for kind in line.template.types if kind and kind.text.startswith("future")]
+    shard = 2048 + 8 * 4 + 32 * 4  # a byte for each element of the weight, a scale for each 256, the bias in f32
+    assert types == [("future, 4160 int8", 2 * shard), ("future, 2080 int8", shard)]
+
+
 def test_lines_belong_to_the_module_that_asked_for_them():
     class Norm(nn.Module):
         def forward(self, x):

@@ -46,6 +46,8 @@ def test_methods_of_fsdp2_on_submodules(fake_ranks):
         name = f"set_modules_to_{way}_prefetch"
         with pytest.raises(NotImplementedError, match=rf"{name} does nothing in .*CompilePolicy\(prefetch=2\)\)"):
             getattr(model[2], name)([model[3], model[0]])
+        with pytest.raises(NotImplementedError, match=r"gathers ahead by itself: leave the call out$"):
+            getattr(model[2], name)([model[3]])
     for module in (model, model[2]):
         for recurse in (False, True):
             module.set_reshard_after_forward(True, recurse=recurse)  # what ZeRO-3 does
