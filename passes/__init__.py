@@ -12,11 +12,12 @@ import_thunder()
 from passes.analysis.liveness import Collective, collectives  # noqa: E402
 from passes.analysis.printing import readable  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
-from passes.compat.jit import print_traces_as  # noqa: E402
+from passes.compat.jit import print_traces_as, trace_faster  # noqa: E402
 from passes.pipeline import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 from passes.plan import Bucket, BucketPlan, CostModel, Device, Link, ShardedParameter, TracedParameters, Wire  # noqa: E402
 
 print_traces_as(readable)
+trace_faster()
 
 __all__ = [
     "Bucket",

@@ -13,9 +13,8 @@ import shardtrace  # noqa: F401  makes thunder importable on torch 2.13 to 2.15
 
 import pytest
 import torch.distributed as dist
-from ranks import REWRITTEN, Ranks, trace_faster
+from ranks import REWRITTEN, Ranks
 
-trace_faster()
 pytest.register_assert_rewrite(*REWRITTEN)
 
 
@@ -52,13 +51,20 @@ def ranks_of():
         ranks.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def small_heap():
-    """For tests that collect garbage often: Python does not look at what is there before them, a second each time."""
+    """Python looks through all objects to collect garbage, and a recording to find closures. It does not see what is
+    there before the tests of a file: that of a long lane would take three times as long as the tests themselves."""
     gc.collect()
     gc.freeze()
-    yield
+
+
+@pytest.fixture
+def thawed():
+    """All objects are seen, as in a script."""
     gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,8 @@ process does it and all ranks are its forks. It has run nothing, so no fork copi
 
 from __future__ import annotations
 
-import dataclasses
-import dis
-import functools
 import gc
 import importlib
-import inspect
 import multiprocessing
 import os
 import runpy
@@ -19,9 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-import types
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
@@ -34,104 +27,6 @@ import pytest
 REWRITTEN = ("exchange", "on_gpus", "sharded_training")
 
 Test = TypeVar("Test", bound=Callable[..., None])
-
-
-def trace_faster() -> None:
-    """Saves two fifths of the time of tracing, in which most tests spend theirs.
-
-    Tracing makes many small objects and little garbage, for which Python would look too often. Thunder's interpreter
-    disassembles a function at each call, asks for the signature of a symbol at each line, and looks up the modules and
-    sources of all functions around a compilation, of which it wants none. Each seed is noted, with a traceback, for the
-    accelerators of each kind that may be initialized later.
-    """
-    import torch
-
-    gc.set_threshold(20_000, 10, 10)
-
-    def stack(context: int = 0) -> list[inspect.FrameInfo]:
-        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
-        return [inspect.FrameInfo(f, f.f_code.co_filename, f.f_lineno, f.f_code.co_name, None, None) for f in frames]
-
-    def without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
-        """As cached_property of Python 3.12, which takes no lock."""
-        if instance is None:
-            return self
-        values = instance.__dict__
-        if self.attrname not in values:
-            values[self.attrname] = self.func(instance)
-        return values[self.attrname]
-
-    # no closures: a recording would take the variables of those for state of the model
-    dis.get_instructions = functools.partial(_get_instructions, dis.get_instructions, {})
-    inspect.signature = functools.partial(_get_signature, inspect.signature, weakref.WeakKeyDictionary())
-    inspect.stack = stack
-    for device in (torch.cuda, torch.xpu, torch.mtia):
-        if not device.is_available():
-            device.manual_seed_all = lambda seed: None
-    if sys.version_info < (3, 12):
-        functools.cached_property.__get__ = without_lock  # type: ignore[method-assign]
-    _flatten_faster()
-
-
-def _get_instructions(disassemble: Any, known: dict[int, Any], code: Any, **options: Any) -> Any:
-    if options or not isinstance(code, types.CodeType):
-        return disassemble(code, **options)
-    if id(code) not in known:
-        known[id(code)] = code, tuple(disassemble(code))  # the code keeps its id from being used again
-    return iter(known[id(code)][1])
-
-
-def _get_signature(signature: Any, known: Any, function: Any, **options: Any) -> inspect.Signature:
-    if options or not isinstance(function, types.FunctionType):
-        return signature(function, **options)
-    if function not in known:
-        known[function] = signature(function)
-    return known[function]
-
-
-def _flatten_faster() -> None:
-    """Thunder flattens containers ten thousand times a step, and each time lists the types that it can flatten, and looks
-    for dataclasses that it has not seen."""
-    import optree
-    from thunder.core import pytree, utils
-    from thunder.core.proxies import Proxy
-
-    check, check_all, unflatten = pytree.tree_flatten, pytree.tree_flatten_with_dataclass, pytree.tree_unflatten
-    namespace = pytree.OPTREE_NAMESPACE
-    known: set[type] = set()  # types of what was flattened
-    leaves: set[type] = set()  # types of leaves that are no dataclasses
-
-    def tree_flatten(tree: Any, namespace: str = namespace) -> Any:
-        if type(tree) in known:
-            return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
-        found = check(tree, namespace)
-        known.add(type(tree))
-        return found
-
-    def tree_flatten_with_dataclass(tree: Any) -> Any:
-        if type(tree) in known:
-            found = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
-            if leaves.issuperset(map(type, found[0])):
-                return found
-            leaves.update(type(leaf) for leaf in found[0] if not dataclasses.is_dataclass(leaf))
-        return check_all(tree)
-
-    def as_tuples(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return tuple(map(as_tuples, x))
-        return tuple(map(as_tuples, x)) if isinstance(x, Sequence) and not isinstance(x, str | Proxy) else x
-
-    def safe_map_flat(f: Callable[..., Any], *args: Any) -> Any:
-        flat, specs = zip(*(tree_flatten(as_tuples(x)) for x in args), strict=True)
-        assert all(spec == specs[0] for spec in specs), f"argument layout mismatch: {args}"
-        return unflatten(list(map(f, *flat)), specs[0])
-
-    faster = {check: tree_flatten, check_all: tree_flatten_with_dataclass, utils.safe_map_flat: safe_map_flat}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("thunder", "passes", "shardtrace"):
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, types.FunctionType) and value in faster:
-                    setattr(module, attribute, faster[value])
 
 
 # What all forks have imported, Thunder after what makes it importable. The rest would take two seconds in each fork of
@@ -165,7 +60,6 @@ def _serve(rank: int, world_size: int, store: str, connection: Any, device: str)
     import torch
     import torch.distributed as dist
 
-    trace_faster()
     torch.set_num_threads(1)
     _rewrite_asserts()
     backend = "gloo"
@@ -177,9 +71,13 @@ def _serve(rank: int, world_size: int, store: str, connection: Any, device: str)
     )
     from passes.proof import prove as proof
 
-    prove, turns = proof.prove, count(rank)
+    prove, turns, last = proof.prove, count(rank), ""
     while (job := connection.recv()) is not None:
         module, function, kwargs = job
+        if module != last:  # see small_heap of the conftest
+            last = module
+            gc.collect()
+            gc.freeze()
         proof.prove = prove if next(turns) % world_size == 0 else lambda *_: proof.Proof("proven")
         torch.manual_seed(0)  # ranks must begin with the same parameters
         try:
@@ -334,7 +232,6 @@ def _run_rank(path: Path, arguments: Sequence[str], folder: Path) -> None:
 def _run_script(
     path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path | str]
 ) -> None:
-    trace_faster()
     for number, stream in enumerate(streams, 1):
         with open(stream, "a") as file:
             os.dup2(file.fileno(), number)

@@ -21,9 +21,6 @@ from ranks import Fork
 FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
 TINY = ["--layers=1", "--width=16", "--batch=2", "--seq=8", "--rounds=1", "--steps-per-round=1"]
 ONE = ["shardtrace zero3", "fsdp2 reshard", "single eager"]
-
-pytestmark = pytest.mark.usefixtures("small_heap")  # garbage is collected before each time is taken
-
 RECORDS_LISTS = hasattr(torch._C._autograd._KinetoEvent, "structured_input_shapes")  # not torch 2.10
 
 

@@ -14,14 +14,6 @@ FOLDER, SOURCES, execute, read_source = (tool[name] for name in ("FOLDER", "SOUR
 CHANGES = "run `make notebooks` after a change of a notebook's .py"
 ABSOLUTE = re.compile(r"/(?:home|root|tmp|Users|usr|venv|site-packages)/")
 SOURCE_FILE = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]+\.py\b")  # with an absolute path; not a web address
-FASTER = f"""
-import sys
-sys.path.append({str(Path(__file__).parent)!r})
-import shardtrace, ranks
-ranks.trace_faster()
-sys.path.pop()
-"""
-
 pytestmark = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 
 
@@ -64,12 +56,8 @@ def test_stored(path, stored):
 @pytest.fixture(scope="module")
 def fresh(request, tmp_path_factory):
     """The notebooks of the chosen tests as futures, executed two at a time: each leaves a core idle for long. As for
-    users, a step is proven where its proof is shown. Tracing is faster, as in all tests."""
+    users, a step is proven where its proof is shown."""
     folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("fresh") / "notebooks")
-
-    startup = folder.parent / "profile_default/startup/faster.py"
-    startup.parent.mkdir(parents=True)
-    startup.write_text(FASTER)
 
     def run(path):
         notebook = read_source(path)

@@ -33,7 +33,7 @@ def test_collectives_that_do_not_run_prove_nothing(single_rank, monkeypatch):
         proof.numbers_over_a_group_of_one(dist.group.WORLD, CPU, "ddp")
 
 
-def test_traces_and_memory(fake_ranks, small_heap, monkeypatch):
+def test_traces_and_memory(fake_ranks, monkeypatch):
     monkeypatch.setattr(proof, "WIDTH", 256)
     fake_ranks(8)
     lines, memory = proof.traces_and_memory(CPU, "zero3")

@@ -345,7 +345,7 @@ def _type(proxy: Any, bucket: Bucket | None) -> Type | None:
     numel = math.prod(d if isinstance(d, int) else int(d.value) for d in proxy.shape)
     size = numel * proxy.dtype.bytes
     if isinstance(proxy, FutureTensorProxy) and bucket is not None and bucket.wire is not None:
-        size = numel * bucket.bytes // bucket.full_numel
+        size = numel * bucket.bytes // max(1, bucket.full_numel)
     return Type(type_text(proxy, bucket), size)
 
 

@@ -33,6 +33,7 @@ from passes.compat.jit import (
     proxied_values,
     raised,
     refresh_modules,
+    without_collections,
     without_log_of_fakes,
 )
 from passes.kernels import executor as kernels
@@ -315,9 +316,11 @@ SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Records the call of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
     try:
-        with deeper_recursion(), without_log_of_fakes():
+        with deeper_recursion(), without_log_of_fakes(), without_collections():
             root: nn.Module = unwrap(module)
-            return _trace_models(call, module, args, kwargs, [*dict.fromkeys([own_state(root), *states_in(root)])])
+            found = _trace_models(call, module, args, kwargs, [*dict.fromkeys([own_state(root), *states_in(root)])])
+        OldObjects.freeze()  # after the record, which searches in all objects
+        return found
     except BaseException as error:  # Thunder would wrap it in an error that prints the model
         return raised(error)
 
@@ -370,7 +373,6 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(partial(refuse_lines, states[0].model_name, computation))
         facts.before_lowering.extend(partial(refuse_graphs, state) for state in states)
-    OldObjects.freeze()  # after the record, which searches in all objects
     return traced.result
 
 

@@ -220,7 +220,7 @@ class Calls(Net):
 
 
 @pytest.mark.parametrize("kind", CALLED)
-def test_functions_and_collections_count_by_what_they_hold(single_rank, small_heap, kind):
+def test_functions_and_collections_count_by_what_they_hold(single_rank, kind):
     model = Calls()
     eager, ours = copy.deepcopy(model), thunder.jit(shardtrace.fsdp(model))
     for k in (1.0, 2.0, 2.0, 1.0):

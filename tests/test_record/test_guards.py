@@ -425,7 +425,9 @@ def run(model, call):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_right(single_rank, kind):
+def test_right(single_rank, kind, request):
+    if kind is CachedFunction:  # the cache is found among all objects
+        request.getfixturevalue("thawed")
     eager, ours = kind(), kind()
     expected = run(eager, eager)
     jitted = thunder.jit(shardtrace.fsdp(ours))

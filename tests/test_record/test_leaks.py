@@ -15,7 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 FAKES = FakeTensorMode()
-pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 class Holders:
@@ -81,7 +80,7 @@ NAMED = {
 
 
 @pytest.fixture(scope="module")
-def all_holders(small_heap):
+def all_holders():
     return Holders()
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 GLOBAL = torch.zeros(4)
-pytestmark = pytest.mark.usefixtures("small_heap")  # closures of tests are found among all objects
 
 
 class Net(nn.Module):

@@ -193,9 +193,6 @@ def trained() -> list[Any]:
 
 
 if __name__ == "__main__":
-    from ranks import trace_faster
-
-    trace_faster()
     torch.set_num_threads(1)
     found = {"trained": trained()}  # first, because forks must not copy threads
     named = sys.modules["nvfuser"] is sys.modules["nvfuser_direct"]

@@ -1,4 +1,8 @@
+import functools
+import inspect
 import warnings
+from collections import namedtuple
+from dataclasses import dataclass
 
 from passes.compat.jit import (
     compile_data_and_stats,
@@ -13,8 +17,10 @@ from passes.compat.jit import (
 import pytest
 import thunder
 import torch
+from thunder.core import pytree, utils
 from thunder.core.devices import cpu
 from thunder.core.proxies import tensorproxy
+from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import Transform
 from thunder.extend import get_default_executors
@@ -75,3 +81,53 @@ def test_recipes_in_place_of_nvfuser(without_nvfuser, monkeypatch, capsys):
         assert names(recipe.setup_executors()) == names(get_default_executors())
     assert recipe.executor_names == ["nvfuser"]
     assert capsys.readouterr().out == ""  # Thunder's hint is about torch 2.8
+
+
+@dataclass
+class Pair:
+    a: object
+    b: object
+
+
+Point = namedtuple("Point", ["x", "y"])
+TREES = [
+    (1, [2, {"k": 3.0}], None), Pair(1, (2, 3)), {"p": Pair([1], 2)}, Point(1, (2,)), torch.Size([2, 3]), slice(1, None), "text", [],
+    [Pair, Pair(1, Pair(2, 3))], torch.return_types.max((torch.ones(1), torch.ones(1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+def test_containers_are_flattened_as_thunder_does(tree):
+    """Each twice: the second time, the types are known. The functions that Thunder has were kept by ours."""
+    trees = pytree.tree_flatten.__self__
+    for _ in range(2):
+        assert pytree.tree_flatten(tree) == trees._flatten(tree)
+        (values, spec), (expected, other) = pytree.tree_flatten_with_dataclass(tree), trees._flatten_all(tree)
+        assert values == expected
+        assert repr(pytree.tree_unflatten(values, spec)) == repr(pytree.tree_unflatten(expected, other))
+
+
+def test_containers_that_thunder_refuses():
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"tree_flatten of type .*object.* is not supported"):
+            pytree.tree_flatten(object())
+    assert utils.safe_map_flat(lambda a, b: a + b, [1, (2, Point(3, 4))], (5, [6, [7, 8]])) == (6, (8, (10, 12)))
+    with pytest.raises(AssertionError, match="argument layout mismatch"):
+        utils.safe_map_flat(lambda a, b: a + b, [1, 2], [1, [2]])
+
+
+def test_arguments_of_lines_are_those_of_the_signature():
+    def meta(a, b=2, *, c=3): ...
+    def plain(a, b=2): ...
+    def rest(a, *others, **named): ...
+
+    for function, args, kwargs in (
+        (meta, (1,), {}), (meta, (1, 5), {"c": 6}), (plain, (1, 2), {}), (plain, (1,), {}), (plain, (), {"b": 1, "a": 2}),
+        (rest, (1, 2, 3), {"k": 4}), (functools.partial(plain, 1), (3,), {}),
+    ):  # fmt: skip
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        for _ in range(2):
+            assert Symbol("f", meta=function).normalize(*args, **kwargs) == (bound.args, bound.kwargs)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        Symbol("f", meta=plain).normalize()

@@ -118,7 +118,7 @@ def keep_input(trace):
 
 
 @pytest.mark.parametrize(("net", "grad"), [(Net, False), (Detached, True)], ids=["no_grad", "detached"])
-def test_a_step_without_gradients_is_proven(fake_ranks, net, grad):
+def test_a_step_without_gradients_is_proven(fake_ranks, thawed, net, grad):
     """Thunder marks its forward as one that a backward follows."""
     fake_ranks(2)
     with torch.set_grad_enabled(grad):
