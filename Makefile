@@ -30,10 +30,11 @@ VERSIONS ?= 2.10 2.11 2.12 2.13 2.14 2.15
 VERSIONS_VENV ?= .venv-versions
 VERSIONS_TESTS ?=
 
-# make sweep: SWEEP_ARGS has further options of tests/models/sweep.py
+# make sweep: MESH="1x2 tensor", "2x1 context" and so on; SWEEP_ARGS has further options of tests/models/sweep.py
 MODELS_VENV ?= .venv-models
 FAMILY ?=
 PATTERN ?=
+MESH ?=
 SWEEP_ARGS ?=
 
 # make fuzz
@@ -79,7 +80,7 @@ versions:  ## run the tests on each release of torch, in environments of 4 GB ea
 	$(PYTHON) tests/without_gpu/versions.py $(VERSIONS) --lanes $(LANES) --folder $(VERSIONS_VENV) $(if $(VERSIONS_TESTS),--tests $(VERSIONS_TESTS))
 
 sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
-	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
+	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(if $(MESH),--mesh '$(MESH)') $(SWEEP_ARGS)
 
 mutants: $(VENV)/.dev  ## make 5,000 wrong steps out of right ones; each must be found: MUTANTS=500
 	$(BIN)/python tests/mutants/run.py --number $(MUTANTS)

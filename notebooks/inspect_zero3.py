@@ -218,6 +218,21 @@ pd.DataFrame(
 ).set_axis(["phase", "pass", "lines", *changes], axis=1)
 
 # %% [markdown]
+# ## Parts of parameters
+#
+# With tensor parallelism, two ranks share a batch, and each computes with its part of the parameters. Of a dim that is
+# split, the inspector and the traces show what this rank has: `3200 of 6400`.
+
+# %%
+split = shardtrace.inspect(model, (batch, batch), mesh_shape=(32, 2), tensor_parallel="tensor", **options)
+forward = split.stages[[s.phase for s in split.stages].index("backward") - 1]
+types = [kind.text for line in forward.lines for kind in line.template.types if kind]
+print(*dict.fromkeys(text for text in types if " of " in text), sep="\n")
+
+# %% [markdown]
+# The 25 heads of this model do not divide by two, and attention is computed whole on both ranks.
+
+# %% [markdown]
 # ## What each option changes
 #
 # Now change one option at a time, with two blocks instead of three. Each case takes a second or two.

@@ -161,8 +161,6 @@ def fsdp(
     if not isinstance(module, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(module).__name__}")
     if plan is not None:
-        if tensor_parallel is not None:
-            raise ValueError("a plan knows nothing of tensor_parallel yet: pass one of them")
         return fsdp(model, **with_plan(module, plan, arguments, spelling))
     with announced(module, mesh):
         options = parse_options(arguments, spelling)

@@ -80,7 +80,7 @@ ABOUT = {  # what each flag of an option takes
     "offload_policy": ("", "keep shards, gradients and optimizer state in host memory"),
     "memory": ("M", "of a rank, as in 80GB or 72GiB: blocks recompute what they must for a step to fit"),
 }
-PYTHON = (*ABOUT, *CLUSTER, "context", "accumulation", "mesh_shape", "world_size")  # names in errors
+PYTHON = (*ABOUT, *CLUSTER, "context", "tensor", "accumulation", "mesh_shape", "world_size")  # names in errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -324,6 +324,8 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
     split = 'ranks over which each sequence is split, or "auto" (sequences are not split)'
     command.add_argument("--context", type=_count_or_name, metavar="N", help=split)
+    share = 'ranks that compute with parts of the parameters, or "auto" (each computes with whole ones)'
+    command.add_argument("--tensor", type=_count_or_name, metavar="N", help=share)
     rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
     command.add_argument("--allow", type=_option_and_values, action="append", default=[], metavar="O=V", help=rounds)
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
@@ -406,7 +408,7 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
         world_size=options.world_size,
         device=options.device or DEVICE,
         **{name: getattr(options, name) for name in ("mesh_shape", "memory", "link", "node_link", "node_ranks")},
-        **{name: getattr(options, name) for name in ("optimizer", "accumulation", "context")},
+        **{name: getattr(options, name) for name in ("optimizer", "accumulation", "context", "tensor")},
         fixed=fixed | _given(options),
         allowed=dict(options.allow),
     )
@@ -432,7 +434,12 @@ def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tup
             f"shard the whole model, or name a function, as in {options.target}:function"
         )
     given = state.options
-    kept = {"mp_policy": given.precision, "offload_policy": given.offload, "context_parallel": given.context}
+    kept = {
+        "mp_policy": given.precision,
+        "offload_policy": given.offload,
+        "context_parallel": given.context,
+        "tensor_parallel": given.tensor,
+    }
     return whole_copy(call.model), _inputs(call), {name: value for name, value in kept.items() if value is not None}
 
 

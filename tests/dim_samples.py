@@ -159,6 +159,7 @@ MOVES = [
     lambda: torch.unsafe_split_with_sizes(x(4, 6, 8), [2, 4], 1),
     lambda: x(4, 6, 8).chunk(3, -2),
     lambda: torch.cat([x(4, 6, 8), x(4, 2, 8)], dim=1),
+    lambda: torch.cat([x(0), x(4, 2, 8)], dim=1),
     lambda: torch.stack([x(4, 6), x(4, 6)], dim=1),
     lambda: torch.vstack([x(6), x(4, 6)]),
     lambda: torch.hstack([x(4, 6), x(4, 2)]),

@@ -33,7 +33,8 @@ MODELS = CONFIGS | {"Qwen3-8B": Config(width=4096, layers=36, heads=32, hidden=1
 class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
     its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks,
-    ``clock`` over that of ``device``. ``compiled``: with torch.compile, for which the executor of that name stands.
+    ``tensor``: the ranks that share a batch and compute with parts of parameters, ``clock`` over that of ``device``.
+    ``compiled``: with torch.compile, for which the executor of that name stands.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Run(NamedTuple):
     bandwidth: float | None = None
     tokens: int = 8192
     context: int | None = None
+    tensor: int | None = None
     attention: str = "flash2"
     clock: float = 1.0
     compiled: bool = False
@@ -82,6 +84,11 @@ LONG = (
     # https://arxiv.org/abs/2602.21196, table 3: Ulysses in parts, flash attention 3; activations are offloaded
     Run("8B", 8, "h100-sxm", 1, "full", 2280, tokens=2**17, context=8, attention="flash3"),
 )
+# Table 4 of the same page: with torch.compile and Float8, which are not predicted. The first page, of 2024: in bf16
+TENSOR = (
+    Run("70B", 256, "h100-sxm", 16, "full", 829, memory=71.9, bandwidth=HBM2E, clock=WATTS_500, tensor=8),
+    Run("405B", 128, "h100-sxm", 2, "full", 109, bandwidth=HBM2E, clock=WATTS_500, tensor=8),
+)
 
 
 def predict(run: Run) -> TrainingPlan:
@@ -102,7 +109,7 @@ def predict(run: Run) -> TrainingPlan:
     }
     x = torch.zeros(run.batch, run.tokens, dtype=torch.long)
     options: dict[str, Any] = {"device": run.device, "memory": "1TB", "cost_model": cost, "fixed": fixed}
-    options["context"] = run.context
+    options |= {"context": run.context, "tensor": run.tensor}
     if run.compiled:
         options["jit_options"] = {"executors": ["sdpa", "torch_kernels", "torchcompile"]}
     return shardtrace.plan(model, (x, x), world_size=run.ranks, **options)
@@ -122,10 +129,10 @@ def row(run: Run) -> str:
     """The run in a table of Markdown."""
     found = predict(run)
     speed, peak = found.tokens / found.seconds, found.peak / 2**30
-    split = f" over {run.context}" if run.context else ""
+    split = f" over {run.context}" if run.context else f", tensor {run.tensor}" if run.tensor else ""
     kernels = f", {run.attention}" if run.attention != "flash2" else ", compiled" if run.compiled else ""
     cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}, {run.tokens:,} tokens{split}{kernels}"]
-    cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}"]
+    cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}" if run.speed else ""]
     cells += [f"{run.memory or ''}", f"{peak:.1f}", f"{peak / run.memory - 1:+.1%}" if run.memory else ""]
     return f"| {' | '.join(cells)} |"
 
@@ -133,5 +140,5 @@ def row(run: Run) -> str:
 if __name__ == "__main__":
     print("| run | tokens/s a GPU | predicted | | GiB a GPU | predicted | |")
     print("|---|---|---|---|---|---|---|")
-    for run in (*RUNS, *LONG):
+    for run in (*RUNS, *LONG, *TENSOR):
         print(row(run), flush=True)

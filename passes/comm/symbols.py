@@ -235,7 +235,13 @@ def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureT
 def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
     dtype = bucket.plan.unsharded_dtype(bucket.rest_dtype)
     return tuple(
-        TensorProxy(shape=m.parameter.used_shape, device=future.device, dtype=dtype, requires_grad=m.trainable)
+        TensorProxy(
+            shape=m.parameter.used_shape,
+            device=future.device,
+            dtype=dtype,
+            requires_grad=m.trainable,
+            tags={m.parameter.cut} if m.parameter.cut is not None else None,
+        )
         for m in bucket.members
     )
 

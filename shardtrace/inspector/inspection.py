@@ -15,6 +15,7 @@ from shardtrace.inspector.step_data import Rows, Stage, StepData, Traces, build_
 from shardtrace.inspector.summary import Totals, totals
 from shardtrace.inspector.timeline import Profile
 from shardtrace.model.state import states_in
+from shardtrace.options.planned import mesh_dim_names
 from shardtrace.proving import Proof, prove_compiled
 
 import thunder
@@ -165,7 +166,8 @@ def inspect(
         example_inputs: the module's inputs: a tuple of arguments, a mapping of keyword arguments, or a single
             argument. Their values do not matter.
         world_size: number of fake ranks.
-        mesh_shape: (replicas, shards) of the fake ranks, for a hybrid strategy. ``world_size`` is then optional.
+        mesh_shape: (replicas, shards) of the fake ranks, for a hybrid strategy; (data, context) or (data, tensor) with
+            ``context_parallel`` or ``tensor_parallel``. ``world_size`` is then optional.
         rank: the fake rank to show. All ranks run the same lines.
         compilation: which compilation of a jitted model to show, if there are several (one for each input shape):
             its number in order of compilation, from 0. Default: the one of the last call.
@@ -205,7 +207,7 @@ def inspect(
         )
     with fake_ranks(world_size, rank):
         if mesh_shape is not None:
-            fsdp_options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+            fsdp_options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=mesh_dim_names(fsdp_options))
         arguments = parse_arguments(example_inputs)
         ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
         return inspect_traces(thunder.compile_data(ours).fn, _traces(ours, None))

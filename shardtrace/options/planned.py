@@ -20,7 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from passes.plan import CostModel
 from shardtrace.options.options import DEFAULTS
-from shardtrace.options.policies import HOMES, ContextParallel, flat, grouped, needs, parse_context
+from shardtrace.options.policies import (
+    HOMES,
+    ContextParallel,
+    TensorParallel,
+    flat,
+    grouped,
+    needs,
+    parse_context,
+    parse_tensor,
+)
 
 import torch
 from torch import nn
@@ -321,8 +330,8 @@ class TrainingPlan:
 
     Args:
         model: the class of the model; ``fingerprint`` identifies its parameters.
-        world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen, or (data, context) if
-            sequences are split.
+        world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen, (data, context) if
+            sequences are split, or (data, tensor) if parameters are.
         budget: the memory that a step may need; ``budget_given``: as the user wrote it, if that was not in GiB.
         device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
             "calibrated", "partly calibrated" (links are modelled) or "given".
@@ -404,8 +413,8 @@ class TrainingPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of :func:`shardtrace.fsdp`. A hybrid strategy, and ``context_parallel``, need a mesh of
-        ``mesh_shape`` as well, which ``fsdp(model, plan=plan)`` makes."""
+        """The arguments of :func:`shardtrace.fsdp`. A hybrid strategy, ``context_parallel`` and ``tensor_parallel``
+        need a mesh of ``mesh_shape`` as well, which ``fsdp(model, plan=plan)`` makes."""
         return grouped(self._decided)
 
     @property
@@ -640,7 +649,7 @@ def choices_of(options: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = {key: _dtype_name(v) for key, v in asdict(value).items()}
         elif isinstance(value, CPUOffloadPolicy):
             found[name] = {"pin_memory": value.pin_memory}
-        elif isinstance(value, ContextParallel):
+        elif isinstance(value, (ContextParallel, TensorParallel)):
             found[name] = asdict(value)
         else:
             try:
@@ -659,13 +668,15 @@ def options_of(choices: Mapping[str, Any]) -> dict[str, Any]:
         options["offload_policy"] = CPUOffloadPolicy(**policy)
     if isinstance(policy := options.get("context_parallel"), Mapping):
         options["context_parallel"] = ContextParallel(**policy)
+    if isinstance(policy := options.get("tensor_parallel"), Mapping):
+        options["tensor_parallel"] = TensorParallel(**policy)
     return options
 
 
 def mesh_dim_names(options: Mapping[str, Any]) -> tuple[str, str]:
     """The names of the dimensions of the mesh that some options of ``fsdp`` need."""
-    context = parse_context(options.get("context_parallel"))
-    return ("data", context.mesh_dim) if context is not None else ("replicate", "shard")
+    split = parse_context(options.get("context_parallel")) or parse_tensor(options.get("tensor_parallel"))
+    return ("data", split.mesh_dim) if split is not None else ("replicate", "shard")
 
 
 def _dtype_name(value: Any) -> Any:

@@ -263,7 +263,8 @@ OVER_MACHINES = ("hybrid", "secondary")  # which save only communication between
 
 class Task(NamedTuple):
     """What is to be planned: a model, a rank's inputs, the ranks, options of ``fsdp`` that are ``fixed``, the wires
-    that are ``allowed``, and the number of ranks over which each sequence is split."""
+    that are ``allowed``, and the numbers of ranks over which each sequence is split, and parameters with which ranks
+    compute."""
 
     model: nn.Module
     inputs: Any
@@ -274,6 +275,12 @@ class Task(NamedTuple):
     jit_options: Mapping[str, Any]
     allowed: Allowed = NO_WIRES
     context: int = 1
+    tensor: int = 1
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks share a batch."""
+        return self.context * self.tensor
 
     def strategies(self) -> dict[str, Any]:
         """The families to try, with the strategy that each is compiled with."""
@@ -286,14 +293,15 @@ class Task(NamedTuple):
             strategy = parse_sharding_strategy(pinned).value
             return {next((kind for kind, own in STRATEGIES.items() if strategy in own), "given"): strategy}
         found = {"zero": "zero3"}
-        if self.context == 1 and min(self.mesh() or (1, 1)) > 1:  # otherwise it is ddp or zero
+        if self.sharing == 1 and min(self.mesh() or (1, 1)) > 1:  # otherwise it is ddp or zero
             found |= {kind: STRATEGIES[kind][1] for kind in OVER_MACHINES}
         return found if self.fixed.get("gather_dtype") is not None else found | {"ddp": "ddp"}  # which gathers nothing
 
     def _check_mesh(self, strategy: ShardingStrategy) -> None:
-        if strategy.needs_mesh and self.context > 1:
+        if strategy.needs_mesh and self.sharing > 1:
+            ranks = f"tensor={self.tensor}" if self.tensor > 1 else f"context={self.context}"
             raise ValueError(
-                f'sharding_strategy="{strategy.value}" cannot be combined with context={self.context}, which shards '
+                f'sharding_strategy="{strategy.value}" cannot be combined with {ranks}, which shards '
                 'parameters over all ranks: choose "zero3", "zero2" or "ddp"'
             )
         if strategy.needs_mesh and self.mesh() is None:
@@ -311,9 +319,9 @@ class Task(NamedTuple):
         return (self.world_size // inside, inside) if several else None
 
     def mesh_of(self, strategy: Any) -> tuple[int, int] | None:
-        """The mesh of a strategy: (replicas, shards), or (data, context); None if it needs none."""
-        if self.context > 1:
-            return self.world_size // self.context, self.context
+        """The mesh of a strategy: (replicas, shards), (data, context) or (data, tensor); None if it needs none."""
+        if self.sharing > 1:
+            return self.world_size // self.sharing, self.sharing
         return self.mesh() if any(rule.needs_mesh for _, rule in parse_rules(strategy)) else None
 
     @property
@@ -336,7 +344,11 @@ class Task(NamedTuple):
 
     def options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Options of ``fsdp``: those ``chosen``, the fixed ones, and the buckets that all plans have."""
-        split = {"context_parallel": self.fixed.get("context_parallel", "context")} if self.context > 1 else {}
+        split = {
+            f"{name}_parallel": self.fixed.get(f"{name}_parallel", name)
+            for name, ranks in (("context", self.context), ("tensor", self.tensor))
+            if ranks > 1
+        }
         return {"bucketing_strategy": "block", **self.fixed, **split, **chosen}
 
     def compile(self, **chosen: Any) -> Compiled:

@@ -28,78 +28,89 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-# ---- context degrees ----
+# ---- how many ranks share a batch ----
 
 
-Context = int | Literal["auto"] | None
+Ranks = int | Literal["auto"] | None
 
 
 class Degree(NamedTuple):
-    """The steps of one degree, and the fastest of them that fits."""
+    """The steps of one degree, and the fastest that fits. Its ranks share a batch ``by`` "context" or "tensor"."""
 
+    by: str
     search: Search
     best: Point | None
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks it splits each sequence."""
-        return self.search.task.context
+        """How many ranks share a batch."""
+        return self.search.task.sharing
 
     @property
     def cost(self) -> float:
-        """The seconds in which a rank does the work of a whole sequence."""
+        """The seconds in which a rank does the work of a whole batch."""
         return self.ranks * self.best.estimate.seconds if self.best is not None else float("inf")
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether nothing is left that more ranks could save: activations that are recomputed, the memory of the host,
+        and for parameters the time in which compute waits."""
+        if self.best is None or self.best.candidate.recomputed or self.best.estimate.host:
+            return False
+        return self.by == "context" or self.best.estimate.exposed < NOT_WORTH_IT * self.best.estimate.seconds
 
     def __str__(self) -> str:
         if self.best is None:
-            return f"context {self.ranks} does not fit: the least is {size(self.search.front[0].estimate.peak)}."
-        found = self.best.estimate
-        return f"context {self.ranks} takes {self.cost:.4g} s a rank for each sequence, and {size(found.peak)}."
+            return f"{self.by} {self.ranks} does not fit: the least is {size(self.search.front[0].estimate.peak)}."
+        found, whole = self.best.estimate, "sequence" if self.by == "context" else "batch"
+        return f"{self.by} {self.ranks} takes {self.cost:.4g} s a rank for each {whole}, and {size(found.peak)}."
 
 
-def explore_degrees(task: Task, context: Context, budget: float) -> list[Degree]:
-    """Searches the steps of the given degree, or of 1, 2, 4, ... as long as one may be faster: the last did not fit, or
-    recomputed activations or used the memory of the host, and took less time than the one before it. The fastest comes
-    first, or if none fits the one that needs the least. Call it as a fake rank."""
+def explore_degrees(task: Task, context: Ranks, tensor: Ranks, budget: float) -> list[Degree]:
+    """Searches the steps of the given degree, or of 1, 2, 4, ... as long as one may be faster: the last left something
+    that more ranks could save, and took less time than the one before it. The fastest comes first, or if none fits the
+    one that needs the least. Call it as a fake rank."""
     found: list[Degree] = []
-    for ranks in degrees(task, context):
-        search = Search(task._replace(context=ranks), budget)
-        found.append(Degree(search, fastest(search.points, budget)))
+    by = "context" if tensor is None else "tensor"
+    for ranks in degrees(task, context, tensor):
+        search = Search(task._replace(context=ranks) if by == "context" else task._replace(tensor=ranks), budget)
+        found.append(Degree(by, search, fastest(search.points, budget)))
         best, before = found[-1].best, min((d.cost for d in found[:-1]), default=float("inf"))
-        saves_all = best is not None and not best.candidate.recomputed and not best.estimate.host
-        if saves_all or (best is not None and found[-1].cost > (1 - NOT_WORTH_IT) * before):
+        if found[-1].leaves_nothing or (best is not None and found[-1].cost > (1 - NOT_WORTH_IT) * before):
             break
     return sorted(found, key=lambda d: (d.cost, d.search.front[0].estimate.peak))
 
 
-def degrees(task: Task, context: Context) -> Iterator[int]:
-    """The degrees to try.
+def degrees(task: Task, context: Ranks, tensor: Ranks = None) -> Iterator[int]:
+    """The degrees to try. Parameters are split inside a machine.
 
     Raises:
         ValueError: if there is no such degree for these ranks, inputs and options.
     """
-    if task.fixed.get("tensor_parallel") is not None:
-        raise ValueError(
-            "plans cannot choose beside tensor_parallel yet: pass tensor_parallel to fsdp(), without a plan"
-        )
-    if context is None:
-        if task.fixed.get("context_parallel") is not None:
-            raise ValueError('context_parallel is fixed: say over how many ranks, with context=8 or context="auto"')
+    asked = {"context": context, "tensor": tensor}
+    for name, ranks in asked.items():
+        if ranks is None and task.fixed.get(f"{name}_parallel") is not None:
+            raise ValueError(f'{name}_parallel is fixed: say over how many ranks, with {name}=8 or {name}="auto"')
+    given = {name: ranks for name, ranks in asked.items() if ranks is not None}
+    if not given:
         yield 1
         return
+    if len(given) > 1:
+        raise ValueError("context and tensor cannot be combined yet: pass one of them")
+    ((name, number),) = given.items()
     if task.mesh_shape is not None:
-        raise ValueError("mesh_shape is for hybrid strategies, and context makes the mesh: pass one of them")
+        raise ValueError(f"mesh_shape is for hybrid strategies, and {name} makes the mesh: pass one of them")
     world, positions = task.world_size, task.positions
-    if context != "auto":
-        ranks = parse_count("context", context, 'a number of ranks, 1 or more, or "auto"', least=1)
+    if number != "auto":
+        ranks = parse_count(name, number, 'a number of ranks, 1 or more, or "auto"', least=1)
         if world % ranks:
-            raise ValueError(f"context={ranks} does not divide the {world} ranks")
-        if ranks > 1 and 2 * ranks > positions:
+            raise ValueError(f"{name}={ranks} does not divide the {world} ranks")
+        if name == "context" and ranks > 1 and 2 * ranks > positions:
             raise ValueError(f"context={ranks} needs sequences of {2 * ranks} positions: the inputs have {positions}")
         yield ranks
         return
-    ranks = 1
-    while ranks == 1 or (world % ranks == 0 and 2 * ranks <= positions):
+    ranks, most = 1, positions // 2 if name == "context" else min(world, task.setting.cost.node_ranks)
+    while ranks == 1 or (world % ranks == 0 and ranks <= most):
         yield ranks
         ranks *= 2
 
@@ -121,7 +132,8 @@ def plan(
     cost_model: CostModel | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | str = "AdamW",
     accumulation: int = 1,
-    context: Context = None,
+    context: Ranks = None,
+    tensor: Ranks = None,
     fixed: Mapping[str, Any] | None = None,
     allowed: Mapping[str, str | Sequence[str]] | None = None,
     jit_options: Mapping[str, Any] | None = None,
@@ -156,6 +168,9 @@ def plan(
         context: over how many ranks each sequence is split (``context_parallel`` of ``fsdp``), or "auto" for the number
             with the most tokens/s. ``example_inputs`` are then the whole sequences that these ranks share. Parameters
             are sharded over all ranks, and no hybrid strategy is tried. Default: sequences are not split.
+        tensor: how many ranks compute with parts of the parameters (``tensor_parallel`` of ``fsdp``), or "auto" for the
+            number, at most that of a machine's ranks, with the most tokens/s. ``example_inputs`` are then the batch
+            that these ranks share. Default: each rank computes with whole parameters.
         fixed: options of ``fsdp`` that are kept as they are, policies or fields of them by name: ``{"mp_policy":
             "bf16", "prefetch": 2}``.
         allowed: values of "gather_dtype" and "reduce_wire" that it may choose, such as ``{"gather_dtype": ["int8",
@@ -191,12 +206,14 @@ def plan(
     setting = Setting(rates.cost, found, optimizer_cost(optimizer, found.name), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
-        chosen, *others = explore_degrees(task, context, budget)
-    search = chosen.search
-    result = replace(_write(search, chosen.best or search.front[0], rates, others), budget_given=_decimal(memory))
+        chosen, *others = explore_degrees(task, context, tensor, budget)
+        search = chosen.search
+        result = replace(_write(search, chosen.best or search.front[0], rates, others), budget_given=_decimal(memory))
     if chosen.best is None:
         lower = "" if "mp_policy" in fixed else ', or a lower precision (fixed={"mp_policy": "bf16"})'
-        lower += ', or split sequences over ranks (context="auto")' if context is None and task.positions > 1 else ""
+        if context is None and tensor is None:
+            lower += ', or split sequences over ranks (context="auto")' if task.positions > 1 else ""
+            lower += ', or parameters (tensor="auto")'
         spelled = ", ".join(f"{name}={value!r}" for name, value in result.choices.items() if value is not None)
         raise NoPlanFitsError(
             f"no step of {type(model).__name__} on {world_size} ranks fits into {result.budget_given or size(budget)}: "
@@ -253,7 +270,7 @@ def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree])
         backward=found.backward,
         optimizer=found.optimizer,
         exposed=found.exposed,
-        tokens=setting.accumulation * _tokens(task.inputs) // task.context,
+        tokens=setting.accumulation * _tokens(task.inputs) // task.sharing,
         memory={kind: nbytes for kind, nbytes in found.memory.items() if nbytes},
         mfu=of_peak * useful,
         mfu_all_scores=of_peak * all_scores,

@@ -55,7 +55,7 @@ class Program:
         self.compute = sum(compute_seconds(cost, b) for b in backward)
         self.link = sum(link_seconds(b) for b in backward if is_issue(b))
         gathers = [b for b in backward if is_collective(b) and is_gather(b)]
-        issues = {bucket_of(b).label: b for b in gathers if is_issue(b)}
+        issues = _largest(b for b in gathers if is_issue(b))
         self.gather = [link_seconds(issues[labels[0]]) if labels else 0.0 for labels in self.groups]
         firsts = {labels[0] for labels in self.groups if labels}
         load = dict.fromkeys(firsts, 0.0)  # seconds that a gather and its wait take from compute
@@ -142,6 +142,17 @@ def _without_stdout() -> Iterator[None]:
 def _saved_bytes(part: Any) -> int:
     """The bytes of what a block's forward saves. Values that share memory count twice."""
     return sum(nbytes(r) for r in part.trace.bound_symbols[-1].args[0] if isinstance(r, list))
+
+
+def _largest(gathers: Iterable[BoundSymbol]) -> dict[str, BoundSymbol]:
+    """The lines that issue gathers, by label. A block's parameters that are cut travel apart from the others. The
+    larger bucket stands for both."""
+    found: dict[str, BoundSymbol] = {}
+    for b in gathers:
+        label = bucket_of(b).label
+        if label not in found or whole_bytes(bucket_of(b)) > whole_bytes(bucket_of(found[label])):
+            found[label] = b
+    return found
 
 
 def whole_bytes(bucket: Bucket) -> int:
@@ -256,10 +267,14 @@ class Family:
 
     @property
     def useful_flops(self) -> tuple[float, float]:
-        """FLOPs of a forward and a backward that recomputes nothing: a backward has twice the products of its forward.
-        With half of the scores of causal attention, and with all of them."""
-        forward = self.base.step.forward.bound_symbols
-        part, whole = (3.0 * sum(forward_flops(b, all_scores=every) for b in forward) for every in (False, True))
+        """A rank's share of the FLOPs of a forward and a backward that recompute nothing: a backward has twice the
+        products of its forward. With half of the scores of causal attention, and with all of them. Call it as a fake
+        rank."""
+        step, task = self.base.step, self.task
+        if task.tensor > 1:  # without the products that each rank computes whole
+            step = task._replace(tensor=1).compile(sharding_strategy="zero3").step
+        lines, share = step.forward.bound_symbols, 3.0 / task.tensor
+        part, whole = (share * sum(forward_flops(b, all_scores=every) for b in lines) for every in (False, True))
         return part, whole
 
     # ---- what is known of them ----
@@ -274,7 +289,7 @@ class Family:
         """The buckets that backward gathers again, by label, in order of forward."""
         first, again = ([b for b in t.bound_symbols if is_issue(b) and is_gather(b)] for t in self.base.step)
         labels = {bucket_of(b).label for b in again}
-        return {bucket_of(b).label: bucket_of(b) for b in first if bucket_of(b).label in labels}
+        return {label: bucket_of(b) for label, b in _largest(first).items() if label in labels}
 
     @cached_property
     def classes(self) -> list[Class]:
@@ -602,7 +617,7 @@ class Search:
         Only for few blocks, which are then compiled one by one, and whole sequences. With many blocks, smaller buckets
         save little."""
         task, few = self.task, len(repeated_blocks(self.task.model)) <= FEW
-        if "bucketing_strategy" in task.fixed or family.kind not in STRATEGIES or not few or task.context > 1:
+        if "bucketing_strategy" in task.fixed or family.kind not in STRATEGIES or not few or task.sharing > 1:
             return
         several = [b for b in family.issues if len({m.parameter.layer for m in bucket_of(b).members}) > 1]
         longest = max((link_seconds(b) - latency_seconds(b) for b in several), default=0.0)

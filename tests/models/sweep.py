@@ -20,6 +20,7 @@ import fnmatch
 import json
 import logging
 import random
+import re
 import sys
 import time
 import warnings
@@ -50,14 +51,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--missing", action="store_true", help="models that have no row in --out")
     parser.add_argument("--ranks", type=int, default=2, help="2 gloo ranks, 1 for a single process, 0 for eager only")
+    parser.add_argument("--mesh", type=mesh, help="such as '1x2 tensor': ranks of data x ranks that share a batch")
     parser.add_argument("--fake", action="store_true", help="compile for fake ranks in one process, without comparing")
     parser.add_argument("--strategy", default="zero3")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time; one has as many processes as ranks")
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON lines; a model's last row counts")
+    parser.add_argument("--out", type=Path, help="JSON lines; a model's last row counts")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--here", action="store_true", help="one model, in this process with one rank, for a debugger")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.mesh is not None:
+        options.ranks = options.mesh[0] * options.mesh[1]
+    if options.out is None:
+        options.out = OUT if options.mesh is None else OUT.with_stem("{}x{}-{}".format(*options.mesh))
+    return options
+
+
+def mesh(text: str) -> tuple[int, int, str]:
+    """Of text such as "1x2 tensor"."""
+    found = re.fullmatch(r"(\d+)x(\d+) (context|tensor)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not such as '1x2 tensor' or '2x1 context'")
+    return int(found[1]), int(found[2]), found[3]
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -136,10 +151,10 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{family} {name}" for family, name in models))
         return
-    settings = Settings(1 if options.here else options.ranks, options.fake, options.strategy, options.limit)
     if options.here:
-        here(*models[0], settings)
+        here(*models[0], Settings(1, options.fake, options.strategy, options.limit))
         return
+    settings = Settings(options.ranks, options.fake, options.strategy, options.limit, options.mesh)
     began = time.monotonic()
     rows = run(models, settings, options.jobs, options.out)
     print(f"\n{outcomes.summary(rows)}\n{len(rows)} models in {time.monotonic() - began:.0f} s, rows in {options.out}")

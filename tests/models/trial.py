@@ -51,12 +51,28 @@ processes = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Settings:
-    """How the sweep is run. ``ranks`` 0 runs eager PyTorch only."""
+    """How the sweep is run. ``ranks`` 0 runs eager PyTorch only. ``mesh``: such as (1, 2, "tensor"), the ranks that have
+    batches of their own, those that share one, and how."""
 
     ranks: int = 2
     fake: bool = False  # compile for ``ranks`` fake ranks; nothing is compared
     strategy: str = "zero3"
     limit: float = 120.0  # seconds for the reference, and again for the sharded step
+    mesh: tuple[int, int, str] | None = None
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the batch is divided."""
+        return self.mesh[0] if self.mesh is not None else self.ranks or 2
+
+    def options(self) -> dict[str, Any]:
+        """Of fsdp."""
+        found: dict[str, Any] = {"sharding_strategy": self.strategy}
+        if self.mesh is not None:
+            *shape, name = self.mesh
+            device_mesh = dist.init_device_mesh("cpu", tuple(shape), mesh_dim_names=("data", name))
+            found |= {"mesh": device_mesh, f"{name}_parallel": name}
+        return found
 
 
 def try_model(family: str, name: str, settings: Settings, log: Path) -> dict[str, Any]:
@@ -67,7 +83,7 @@ def try_model(family: str, name: str, settings: Settings, log: Path) -> dict[str
     reference_file = log.with_suffix(".pt")
     began = time.monotonic()
     try:
-        arguments = (family, name, settings.ranks or 2, reference_file)
+        arguments = (family, name, settings.shares, reference_file)
         answers = run_processes(make_reference, [arguments], settings.limit, log)
         row["eager_seconds"] = round(time.monotonic() - began, 1)
         if answers[0]["outcome"] != "done":
@@ -316,9 +332,9 @@ def shard_and_compare(
         with shardtrace.testing.fake_ranks(settings.ranks):
             case = build(family, name)
             began = time.monotonic()
-            cmodel = thunder.jit(shardtrace.fsdp(case.model, sharding_strategy=settings.strategy))
+            cmodel = thunder.jit(shardtrace.fsdp(case.model, **settings.options()))
             seed(STEP_SEED)
-            case.call(cmodel, rank, settings.ranks).backward()
+            case.call(cmodel, 0, settings.shares).backward()
             return {"outcome": "compiled", "step": round(time.monotonic() - began, 2)}
     limit = timedelta(seconds=settings.limit)
     dist.init_process_group(
@@ -334,10 +350,11 @@ def shard_and_compare(
 
 def _sharded_step(case: Case, rank: int, settings: Settings, reference: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
-    cmodel = thunder.jit(shardtrace.fsdp(case.model, sharding_strategy=settings.strategy))
+    cmodel = thunder.jit(shardtrace.fsdp(case.model, **settings.options()))
+    share = rank * settings.shares // settings.ranks
     optimizer = torch.optim.SGD(cmodel.parameters(), lr=LEARNING_RATE, weight_decay=DECAY)
     seed(STEP_SEED)
-    loss = case.call(cmodel, rank, settings.ranks)
+    loss = case.call(cmodel, share, settings.shares)
     loss.backward()
     seconds = time.monotonic() - began
     optimizer.step()
@@ -356,12 +373,14 @@ def _sharded_step(case: Case, rank: int, settings: Settings, reference: dict[str
     }
     mean = total.item() / settings.ranks
     row = judge(reference["loss"], expected, reference["grads"], mean, ours, our_grads)
-    buffers, found = reference["buffers"][rank], _buffers(case.model)
+    buffers, found = reference["buffers"][share], _buffers(case.model)
     wrong = [key for key, value in buffers.items() if _differs(found.get(key), value)]
     if wrong and row["outcome"] == "equal":
         row |= {"outcome": "wrong", "where": f"buffer {wrong[0]}"}
     if more and row["outcome"] == "equal":
         row |= {"outcome": "wrong", "where": f"no gradient of {more[0]}"}
+    if any("no parameter is split over" in str(t.get_provenance()) for t in thunder.last_traces(cmodel)):
+        row["whole"] = True
     return {**row, "step": round(seconds, 2)}
 
 

@@ -18,16 +18,18 @@ from passes.analysis.recognise import (
     is_offload,
     is_random,
     is_return,
+    is_sequence_wait,
     is_unpack,
     is_wait,
     waits_for_future,
 )  # fmt: skip
-from passes.comm.symbols import accumulate, accumulated
+from passes.comm.sequence import Part, cut, widen
+from passes.comm.symbols import accumulate, accumulated, keep_shards
 from passes.compat.jit import calling_function_of, function_of
 from passes.epilogue import run_rebuild, run_setter
 from passes.gradients import mark_unused, unless_unused
 from passes.guards import fetch
-from passes.plan import Axis, Bucket
+from passes.plan import Axis, Bucket, Placement
 
 from bodies import (
     Body,
@@ -122,11 +124,11 @@ def mutate(step: Step, rng: Random, only: str = "") -> Mutant | None:
 
 
 def _same(a: BoundSymbol, b: BoundSymbol) -> bool:
-    return a is b or (a.sym is b.sym and str(a) == str(b) and not _buckets_differ(a, b))
+    return a is b or (a.sym is b.sym and str(a) == str(b) and not _plans_differ(a, b))
 
 
-def _buckets_differ(a: BoundSymbol, b: BoundSymbol) -> bool:
-    found = [[x for x in tree_flatten(s.args)[0] if isinstance(x, Bucket)] for s in (a, b)]
+def _plans_differ(a: BoundSymbol, b: BoundSymbol) -> bool:
+    found = [[x for x in tree_flatten(s.args)[0] if isinstance(x, (Bucket, Part))] for s in (a, b)]
     return any(x is not y for x, y in zip(*found, strict=False))
 
 
@@ -426,7 +428,7 @@ def change_divisor(body: Body, rng: Random) -> Lines | None:
 
 @kind()
 def change_group(body: Body, rng: Random) -> Lines | None:
-    old = _bucket(body, rng, lambda bucket, b: bucket.plan.runtime is not None and body.step.world.replicas > 1)
+    old = _bucket(body, rng, lambda bucket, b: bucket.plan.runtime is not None and max(body.step.world[::2]) > 1)
     if old is None:
         return None
     axis = rng.choice([a for a in Axis if a is not old.plan.axis])
@@ -526,6 +528,22 @@ def skip_a_reduction(body: Body, rng: Random) -> Lines | None:
 
 
 @kind()
+def keep_own_gradients(body: Body, rng: Random) -> Lines | None:
+    """A rank takes its shard of its own gradients, to which the others add nothing."""
+    waits = [i for i, b in enumerate(body.lines) if is_wait(b) and not is_gather(b)]
+    rng.shuffle(waits)
+    for i in waits:
+        wait = body.lines[i]
+        issue = next(b for b in body.lines if is_issue(b) and b.output.name == wait.args[0].name)
+        bucket, grads = issue.args[1], issue.args[0]
+        same = all(g.dtype is o.dtype for g, o in zip(grads, wait.output, strict=True))
+        if same and bucket.plan.placement is Placement.SHARD and not bucket.is_cut:
+            lines = _with(body, i, keep_shards.bind(tuple(grads), bucket, output=wait.output))
+            return [b for b in lines if b is not issue]
+    return None
+
+
+@kind()
 def skip_accumulation(body: Body, rng: Random) -> Lines | None:
     found = [i for i, b in enumerate(body.lines) if b.sym.id in (accumulate.id, accumulated.id)]
     if not found:
@@ -536,6 +554,89 @@ def skip_accumulation(body: Body, rng: Random) -> Lines | None:
         for grad, o in zip(body.lines[at].args[0], body.lines[at].output, strict=True):
             lines = reading_from(lines, at, o, grad)
     return lines
+
+
+# ---- parts of parameters ----
+
+
+def _sums(body: Body, rng: Random) -> list[tuple[int, int]]:
+    """Where sums over ranks that share a batch are issued, and where they are waited for."""
+    issued = {b.output.name: i for i, b in enumerate(body.lines) if isinstance(b.output, Proxy)}
+    found = [(issued[b.args[0].name], i) for i, b in enumerate(body.lines) if is_sequence_wait(b)]
+    found = [(i, j) for i, j in found if alike(body.lines[i].args[0], body.lines[j].output)]
+    rng.shuffle(found)
+    return found
+
+
+@kind()
+def leave_a_sum_pending(body: Body, rng: Random) -> Lines | None:
+    """Each rank goes on with what it has of the sum."""
+    for issued, at in _sums(body, rng)[:1]:
+        lines = reading_from(body.lines, at + 1, body.lines[at].output, body.lines[issued].args[0])
+        return [b for i, b in enumerate(lines) if i not in (issued, at)]
+    return None
+
+
+@kind()
+def sum_twice(body: Body, rng: Random) -> Lines | None:
+    for issued, at in _sums(body, rng)[:1]:
+        first, wait = body.lines[issued], body.lines[at]
+        issue, names = again(first.from_bsym(args=(wait.output, first.args[1])), "twice")
+        last, new = again(wait.from_bsym(args=(names[first.output.name], wait.args[1])), "twice")
+        lines = [*body.lines[: at + 1], issue, last, *body.lines[at + 1 :]]
+        return reading_from(lines, at + 3, wait.output, new[wait.output.name])
+    return None
+
+
+@kind()
+def add_on_each_rank(body: Body, rng: Random) -> Lines | None:
+    """A bias or a residual is added to what each rank has, before the sum."""
+    for issued, at in _sums(body, rng):
+        issue, total = body.lines[issued], body.lines[at].output
+        for j, b in enumerate(body.lines):
+            others = [a.name for a in b.flat_proxy_args if a.name != total.name]
+            if len(others) != 1 or "add" not in b.sym.name or not alike(b.output, total):
+                continue
+            needed = _needed(body.lines[issued:j], others[0])
+            if total.name not in {a.name for x in needed for a in x.flat_proxy_args}:
+                early, new = again(reading(b, total, issue.args[0]), "early")
+                late = [x for x in body.lines[issued + 1 : j] if not any(x is y for y in needed)]
+                issue = issue.from_bsym(args=(new[b.output.name], issue.args[1]))
+                after = reading_from(body.lines[j + 1 :], 0, b.output, total)
+                return [*body.lines[:issued], *needed, early, issue, *late, *after]
+    return None
+
+
+def _needed(lines: Lines, name: str) -> Lines:
+    """The lines that compute a value."""
+    found: Lines = []
+    wanted = {name}
+    for b in reversed(lines):
+        if wanted.intersection(o.name for o in b.flat_proxy_outs):
+            found.insert(0, b)
+            wanted.update(a.name for a in b.flat_proxy_args)
+    return found
+
+
+@kind()
+def take_the_part_of_another_rank(body: Body, rng: Random) -> Lines | None:
+    """The heads or columns of the next rank: a line cuts them, or a gather or a reduction carries them."""
+    found = [i for i, b in enumerate(body.lines) if b.sym.id in (cut.id, widen.id)]
+    old = _bucket(body, rng, lambda bucket, b: bucket.is_cut)
+    if found and (old is None or rng.random() < 0.5):
+        at = rng.choice(found)
+        x, part = body.lines[at].args
+        return _with(body, at, body.lines[at].from_bsym(args=(x, _of_the_next(part))))
+    if old is None:
+        return None
+    members = tuple(replace(m, parameter=replace(m.parameter, cut=_of_the_next(m.parameter.cut))) for m in old.members)
+    return _with_bucket(body, old, _copy(old, members=members))
+
+
+def _of_the_next(part: Part) -> Part:
+    plan = part.plan
+    ranks = {"rank": (plan.rank + 1) % plan.ranks, "seats": tuple((s + 1) % plan.ranks for s in plan.seats)}
+    return Part(replace(plan, **ranks), part.split, part.fill)
 
 
 # ---- what is saved and returned ----

@@ -5,6 +5,8 @@ A line that computes runs as Thunder prints it. What communicates is a function 
     gather      the unsharded parameters are the shards of the group's ranks, by the bucket's layout
     reduction   the gradients of the group's ranks, added up, divided by the plan's divisor, cut by the layout
     a wire      carries values as they are; a copy to the host is the value itself
+    parts       a part of a parameter is cut from the whole, and its gradient widened; ranks that share a batch gather or
+                add up what they have
 
 Random lines draw by the names of the values that they make: a line that moves draws the same numbers, and one that is
 repeated under other names draws others.
@@ -19,8 +21,18 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_function
-from passes.analysis.recognise import is_random, is_return, is_unpack, issues_future, waits_for_future
+from passes.analysis.recognise import (
+    is_random,
+    is_return,
+    is_sequence_issue,
+    is_sequence_wait,
+    is_unpack,
+    issues_future,
+    waits_for_future,
+)
 from passes.blocks import release
+from passes.comm import sequence
+from passes.comm.sequence import Part, cut, local_part, widen
 from passes.comm.symbols import (
     GATHERS,
     OFFLOADS,
@@ -44,14 +56,16 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 Env = dict[str, Any]  # the values of a rank, by name
+COMMUNICATES = (issues_future, waits_for_future, is_sequence_issue, is_sequence_wait)
 NOTHING = {wait_copies.id, release.id, note_step.id, "shardtrace.check_ranks"}
 
 
 class World(NamedTuple):
-    """A mesh of ranks, ``(replicas, shards)``."""
+    """A mesh of ranks, ``(replicas, shards)``. Of the shards, so many neighbours have parts of the ``tensors``."""
 
     replicas: int
     shards: int
+    tensors: int = 1
 
     @property
     def size(self) -> int:
@@ -62,6 +76,9 @@ class World(NamedTuple):
         replica, shard = divmod(rank, self.shards)
         if axis is Axis.SHARD:
             return [replica * self.shards + s for s in range(self.shards)]
+        if axis is Axis.TENSOR:
+            first = rank - rank % self.tensors
+            return [first + t for t in range(self.tensors)]
         if axis is Axis.REPLICATE:
             return [r * self.shards + shard for r in range(self.replicas)]
         return list(range(self.size))
@@ -106,15 +123,19 @@ class Simulation:
             if is_return(bsym):
                 flush()
                 return [_read(bsym.args[0] if len(bsym.args) == 1 else bsym.args, env) for env in envs]
-            communicates = issues_future(bsym) or waits_for_future(bsym)
-            special = communicates or bsym.sym.id in LOCAL or block_function(bsym) is not None
-            if not special and not _draws(bsym):
+            communicates, block = any(says(bsym) for says in COMMUNICATES), block_function(bsym)
+            if not communicates and block is None and bsym.sym.id not in LOCAL and not _draws(bsym):
                 code.append(bsym)
                 continue
             flush()
             if communicates:
                 args = [_read(bsym.args[0], env) for env in envs]
                 outs = self._communicate(bsym, args)
+            elif block is not None:
+                inside = [
+                    dict(zip((a.name for a in block.trace.args), _read(bsym.args, env), strict=True)) for env in envs
+                ]
+                outs = self._lines(block.trace.bound_symbols, inside, ranks, f"{path} {_names(bsym)}")
             else:
                 outs = [self._local(bsym, env, rank, path) for env, rank in zip(envs, ranks, strict=True)]
             for env, out in zip(envs, outs, strict=True):
@@ -124,20 +145,20 @@ class Simulation:
 
     def _local(self, bsym: BoundSymbol, env: Env, rank: Rank, path: str) -> Any:
         """The result of a line that asks for more than its arguments."""
-        part, here = block_function(bsym), f"{path} {_names(bsym)}"
-        if part is not None:
-            given = _read(bsym.args, env)
-            inside = dict(zip((a.name for a in part.trace.args), given, strict=True))
-            return self._lines(part.trace.bound_symbols, [inside], [rank], here)[0]
         if bsym.sym.id in LOCAL:
             return LOCAL[bsym.sym.id](_read(bsym.args[0], env), bsym.args[-1], rank, self.world)
-        torch.manual_seed(zlib.crc32(here.encode()) + rank.number)
+        torch.manual_seed(zlib.crc32(f"{path} {_names(bsym)}".encode()) + rank.number)
         text, context = source([bsym])
         env.update(context)
         exec(text, env)
         return _read(bsym.output, env)
 
     def _communicate(self, bsym: BoundSymbol, args: list[Any]) -> list[Any]:
+        if is_sequence_issue(bsym):
+            return [tuple(args[r] for r in self.world.group(bsym.args[1].plan.axis, rank)) for rank in range(len(args))]
+        if is_sequence_wait(bsym):
+            parts = [of_seat(bsym.args[1], rank, self.world) for rank in range(len(args))]
+            return [ON_PARTS[bsym.sym.id](sent, part) for sent, part in zip(args, parts, strict=True)]
         bucket: Bucket = bsym.args[1]
         if waits_for_future(bsym):
             return [_finish(bucket, bsym, future, rank) for rank, future in enumerate(args)]
@@ -160,6 +181,8 @@ class Simulation:
 
     def _packed(self, bsym: BoundSymbol, bucket: Bucket, value: Any, rank: int) -> torch.Tensor:
         mine = of_rank(bucket, self.world.group(bucket.plan.axis, rank).index(rank))
+        if bucket.is_cut and bsym.sym.id not in GATHERS:
+            value = [_widened(grad, m.parameter.cut, rank) for grad, m in zip(value, mine.members, strict=True)]
         if bsym.sym.id in GATHERS:
             return mine.layout.flat_row(value).to(mine.layout.dtype).clone()
         return mine.layout.pack_rows(value).to(torch.float64)
@@ -178,7 +201,10 @@ def _finish(bucket: Bucket, bsym: BoundSymbol, future: Any, rank: int) -> Any:
     mine = of_rank(bucket, future.rank)
     row = future.row.clone()
     if bsym.sym.id in GATHERS.values():
-        return mine.layout.unpack_rows(row)
+        whole = mine.layout.unpack_rows(row)
+        if not bucket.is_cut:
+            return whole
+        return tuple(local_part(w, _of_bucket(m.parameter.cut, rank)) for w, m in zip(whole, mine.members, strict=True))
     return mine.layout.unpack_row(row.to(bucket.torch_reduced_dtype))
 
 
@@ -194,6 +220,38 @@ def of_rank(bucket: Bucket, rank: int) -> Bucket:
     if plan.placement is not Placement.OWNER:  # rows are the same on all ranks
         mine.layout = bucket.layout
     return mine
+
+
+# ---- parts ----
+
+
+def of_seat(part: Part, rank: int, world: World) -> Part:
+    """The part that another rank has where rank 0, for which the step was compiled, has this one."""
+    return _with_seat(part, (part.plan.rank + rank) % world.tensors)
+
+
+def _of_bucket(part: Part, rank: int) -> Part:
+    """The part of a parameter that a gather gives a rank."""
+    return _with_seat(part, part.plan.seats[rank])
+
+
+def _with_seat(part: Part, seat: int) -> Part:
+    return Part(replace(part.plan, rank=seat), part.split, part.fill)
+
+
+def _widened(grad: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
+    return sequence._widen(grad, _of_bucket(part, rank))
+
+
+def _put_together(sent: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
+    return sum(sequence._widen(x, _with_seat(part, seat)) for seat, x in enumerate(sent))
+
+
+ON_PARTS: dict[Any, Callable[[Sequence[torch.Tensor], Part], torch.Tensor]] = {
+    sequence.wait_gather.id: _put_together,
+    sequence.wait_scatter.id: lambda sent, part: local_part(sum(sent), part.of_gradients),
+    sequence.wait_sum.id: lambda sent, part: sum(sent),
+}
 
 
 # ---- lines that change or read what a rank has ----
@@ -224,6 +282,8 @@ LOCAL: dict[Any, Callable[[Any, Any, Rank, World], Any]] = {
     keep_shards.id: _keep,
     accumulate.id: _add,
     accumulated.id: _take,
+    cut.id: lambda whole, part, rank, world: local_part(whole, of_seat(part, rank.number, world)),
+    widen.id: lambda x, part, rank, world: sequence._widen(x, of_seat(part, rank.number, world)),
     replicated.id: lambda params, bucket, rank, world: tuple(p.to(bucket.layout.dtype) for p in params),
     **dict.fromkeys((mark_unused.id, unless_unused.id), lambda gradient, uses, rank, world: gradient),
 }

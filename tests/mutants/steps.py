@@ -245,7 +245,8 @@ def _rounded(**wires: Any) -> dict[str, Any]:
     return {"comm_policy": shardtrace.CommPolicy(**wires)}
 
 
-ONE_NODE, NODES = World(1, 3), World(2, 2)
+ONE_NODE, NODES, TENSORS = World(1, 3), World(2, 2), World(1, 4, 2)
+TENSOR = {"tensor_parallel": "tensor"}
 INLINE = {"compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline")}
 
 SETTINGS: dict[str, Setting] = {
@@ -264,16 +265,19 @@ SETTINGS: dict[str, Setting] = {
     "offload": Setting(ONE_NODE, {"offload_policy": CPUOffloadPolicy(), "init_policy": shardtrace.InitPolicy(device="cuda")}),
     "kept": Setting(ONE_NODE, gradients="kept"),
     "added": Setting(NODES, {"sharding_strategy": "hybrid_zero2"}, gradients="added"),
+    "tensor": Setting(TENSORS, TENSOR),
+    "tensor ddp": Setting(TENSORS, {"sharding_strategy": "ddp", **TENSOR}),
+    "tensor inline": Setting(TENSORS, {**INLINE, **TENSOR}),
     "torchcompile": Setting(ONE_NODE, {}, ("sdpa", "torch_kernels", "torchcompile")),
     "torchcompile hybrid": Setting(NODES, {"sharding_strategy": "hybrid_zero3"}, ("sdpa", "torch_kernels", "torchcompile")),
 }  # fmt: skip
 
-# Which settings each model is compiled with: 12 models, three or four each, every setting at least once.
+# Which settings each model is compiled with, every setting at least once.
 PAIRS: dict[str, tuple[str, ...]] = {
-    "gpt": ("zero3", "hybrid", "checkpointing", "torchcompile", "secondary", "added"),
-    "llama": ("zero3", "secondary", "bf16", "inline"),
+    "gpt": ("zero3", "hybrid", "tensor", "tensor ddp", "checkpointing", "torchcompile", "secondary", "added"),
+    "llama": ("zero3", "secondary", "tensor ddp", "bf16", "inline", "tensor inline"),
     "moe": ("zero2", "zero3"),
-    "bert": ("zero3", "ddp", "owner"),
+    "bert": ("zero3", "ddp", "tensor", "owner"),
     "resnet": ("zero3", "ddp", "torchcompile hybrid"),
     "tied and frozen": ("zero3", "hybrid", "owner", "layers", "added", "kept"),
     "noisy": ("zero3", "cheap", "inline", "torchcompile"),
@@ -317,9 +321,12 @@ def compile_step(model: str, setting: str) -> Step:
         values = example()
         given = ((), values) if isinstance(values, dict) else (tuple(values), {})
         options = {"checks": shardtrace.Checks(prove=True), **chosen.options}
-        if chosen.world.replicas > 1:
-            shape, names = tuple(chosen.world), ("replicate", "shard")
-            options["mesh"] = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        replicas, shards, tensors = chosen.world
+        if tensors > 1:
+            names = ("data", "tensor")
+            options |= {"mesh": dist.init_device_mesh("cpu", (shards // tensors, tensors), mesh_dim_names=names)}
+        elif replicas > 1:
+            options["mesh"] = dist.init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
         jit = {"executors": list(chosen.executors)} if chosen.executors else {}
         if "offload_policy" in options:
             jitted = compile_sharded(build(), given, fsdp_options=options, jit_options=jit)
@@ -395,10 +402,11 @@ def _value(proxy: Any, value: Any, forward: TraceCtx, world: World, rank: int) -
     held = ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags
     shape = tuple(proxy.shape)
     known = value.detach() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else None
-    noise = _random(shape, proxy, 0 if held else 100 + rank)
+    batch = rank // world.tensors
+    noise = _random(shape, proxy, 0 if held else 100 + batch)
     if not noise.is_floating_point():
         base = known.clone() if known is not None else noise
-        return base if held else base.roll(rank)
+        return base if held else base.roll(batch)
     base = known.clone() if known is not None else torch.zeros_like(noise)
     return base + (0.1 * noise.abs() if held else noise)
 

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kinds import KINDS, mutate
-from run import OUTCOMES, mutant_of, pairs, rows, table
+from run import OUTCOMES, mutant_of, pairs, prover_of, rows, table
 from steps import PAIRS, SETTINGS, compile_step
 from verdict import compare, is_sound, judge, remember
 
@@ -51,8 +51,33 @@ def test_a_mutant_is_made_by_its_seed():
     assert first == second != other
 
 
+OF_PARTS = [
+    "leave a sum pending",
+    "sum twice",
+    "add on each rank",
+    "take the part of another rank",
+    "change divisor",
+    "change group",
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "setting"), [("tied and frozen", "owner"), ("kinds", "kept"), ("gpt", "torchcompile")]
+    ("setting", "of_gradients"), [("tensor", "keep own gradients"), ("tensor ddp", "skip a reduction")]
+)
+def test_wrong_sums_over_ranks_that_share_a_batch_are_found(setting, of_gradients):
+    step = compile_step("gpt", setting)
+    prove = prover_of(step)
+    remember(step)
+    for kind in [*OF_PARTS, of_gradients]:
+        mutants = [mutate(step, Random(seed), kind) for seed in range(4)]
+        assert {judge(m.step, step, prove).outcome for m in mutants} <= {"verify", "prove"}, kind
+        if kind != "change group":  # on ranks that hold the same, some groups give the same
+            assert "missed" in {judge(m.step, step, None).outcome for m in mutants}, kind
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [("tied and frozen", "owner"), ("kinds", "kept"), ("gpt", "torchcompile"), ("llama", "tensor inline")],
 )
 def test_the_right_step_runs(model, setting):
     step = compile_step(model, setting)

@@ -117,7 +117,7 @@ def results(step: Step) -> dict[str, list[Any]]:
             outputs = list(result["flat_output"])
             found["output"] += [o.clone() for o in tensors_in(outputs)]
             cotangents = [
-                random_like(o, f"cotangent {i}", rank)
+                random_like(o, f"cotangent {i}", rank // step.world.tensors)
                 for i, (o, p) in enumerate(zip(outputs, proxies, strict=True))
                 if isinstance(o, torch.Tensor) and o.is_floating_point()
             ]

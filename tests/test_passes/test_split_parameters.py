@@ -86,6 +86,15 @@ def test_heads_of_attention(compiled):
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
+def test_parts_are_shown(compiled):
+    """A split dim is printed as 8 of 16, and so the inspector has it."""
+    cmodel = compiled(lambda: Attention(16, 4), torch.ones(2, 3, 16))
+    lines = [line for stage in shardtrace.inspect(cmodel).stages for line in stage.lines]
+    types = {kind.text for line in lines for kind in line.template.types if kind}
+    assert {"cpu f32[16, 8 of 16]", "cpu f32[24 of 48, 16]", "cpu f32[2, 3, 24 of 48]"} <= types
+    assert "cpu f32[2, 3, 24 of 48]" in str(thunder.last_traces(cmodel)[-1])
+
+
 def test_heads_that_share_keys_and_values(compiled):
     cmodel = compiled(Grouped, torch.ones(2, 3, 8))
     assert cuts(cmodel) == {

@@ -179,8 +179,8 @@ def _listed(tensors: Any) -> Sequence[Operand]:
 
 
 def cat(results: Shapes, tensors: Any, dim: Any = 0) -> Draft:
-    parts = _listed(tensors)
     every = counted(len(results[0]))
+    parts = [t for t in _listed(tensors) if t.dims == len(every) or t.shape != (0,)]  # torch skips these, as of a cache
     return Draft(dict.fromkeys(parts, every), [every], mixed=frozenset({axis(dim, len(every))}))
 
 

@@ -182,6 +182,26 @@ def test_clipping_and_state_dicts(tmp_path):
 
 
 @on_ranks(2)
+def test_checkpoints_between_meshes(tmp_path):
+    """Three steps of AdamW, each on another mesh than the one before it."""
+    torch.manual_seed(0)
+    whole = Model()
+    optimizer = adamw(whole.parameters())
+    for step, shape in enumerate([(2, 1), (1, 2), (2, 1)]):
+        torch.manual_seed(step)
+        model = shardtrace.fsdp(Model(), mesh=mesh_of(shape, "tensor"), tensor_parallel="tensor")
+        own = adamw(model.parameters())
+        if step:
+            shardtrace.load_checkpoint(tmp_path / str(step - 1), model, own)
+        for m, o in ((whole, optimizer), (model, own)):
+            of_logits(m, *batch(step, 8)).backward()
+            o.step()
+            o.zero_grad()
+        torch.testing.assert_close(shardtrace.full_state_dict(model), whole.state_dict(), rtol=1e-5, atol=1e-5)
+        shardtrace.save_checkpoint(tmp_path / str(step), model, own, step=step)
+
+
+@on_ranks(2)
 def test_sums_of_parts_are_not_saved(tmp_path):
     model = shardtrace.fsdp(Model(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
     optimizer = adamw(model.parameters())

@@ -1,4 +1,6 @@
-"""``shardtrace.plan`` with sequences that are split over ranks."""
+"""``shardtrace.plan`` with sequences, or parameters, that are split over ranks."""
+
+from dataclasses import replace
 
 import shardtrace
 from shardtrace import ContextParallel
@@ -20,10 +22,13 @@ def split():
     return shardtrace.plan(gpt(2), (tokens(), tokens()), memory="1GB", context=2, **CLUSTER)
 
 
-def test_fsdp_takes_a_plan_that_splits_sequences(split, tmp_path):
+@pytest.mark.parametrize("by", ["context", "tensor"])
+def test_fsdp_takes_a_plan_that_splits(split, tmp_path, by):
+    if by == "tensor":
+        split = shardtrace.plan(gpt(2), (tokens(), tokens()), memory="1GB", tensor=2, **CLUSTER)
     split.to_json(tmp_path / "plan.json")
     assert shardtrace.TrainingPlan.from_json(tmp_path / "plan.json") == split
-    assert (split.mesh_shape, split.choices["context_parallel"]) == ((2, 2), "context")
+    assert (split.mesh_shape, split.choices[f"{by}_parallel"]) == ((2, 2), by)
     assert split.tokens == tokens().numel() // 2
     with fake_ranks(RANKS):
         cmodel = thunder.jit(shardtrace.fsdp(gpt(2), plan=tmp_path / "plan.json"))
@@ -65,6 +70,9 @@ def test_degrees(task):
     assert list(degrees(task, None)) == [1]
     assert list(degrees(task, 3)) == [3]
     assert list(degrees(task, "auto")) == [1, 2, 4, 8]  # sequences of 16 tokens
+    assert list(degrees(task, None, "auto")) == [1]  # one rank a machine
+    inside = task.setting._replace(cost=replace(task.setting.cost, node_ranks=6))
+    assert list(degrees(task._replace(setting=inside), None, "auto")) == [1, 2, 4]
     part = ContextParallel("c", sequence_dim=0)
     assert list(degrees(task._replace(fixed={"context_parallel": part}), "auto")) == [1, 2]  # 4 of them
 
@@ -74,6 +82,9 @@ def test_degrees(task):
     [
         ({"context": 3}, "context=3 does not divide the 4 ranks"),
         ({"context": 16, "world_size": 16}, "context=16 needs sequences of 32 positions: the inputs have 16"),
+        ({"tensor": 3}, "tensor=3 does not divide the 4 ranks"),
+        ({"tensor": 2, "context": 2}, "context and tensor cannot be combined yet"),
+        ({"fixed": {"tensor_parallel": "t"}}, "tensor_parallel is fixed: say over how many ranks"),
         ({"context": "all"}, "context must be a number of ranks"),
         ({"context": 2, "mesh_shape": (2, 2)}, "mesh_shape is for hybrid strategies"),
         ({"fixed": {"context_parallel": "c"}}, "context_parallel is fixed: say over how many ranks"),
