@@ -205,7 +205,8 @@ def _cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     logits, labels = call.args[:2]
     grads, made = to.writer.grads(line, call), call_of(line.sym)
     x, t, numbers = to.part(logits, splits[0]), to.whole(labels), Split(1, 1, to.plan.ranks, NUMBERS)
-    (part,) = to.writer.torch(line, PartOfLoss(to.plan), (x, t), {}, grads, like=made)
+    ignored = loss_arguments(*call.args, **call.kwargs)[4]
+    (part,) = to.writer.torch(line, PartOfLoss(to.plan, ignored), (x, t), {}, grads, like=made)
     (found,) = to.writer.emit(line, lambda: gather_parts(part, to.at(numbers)))
     function, args = LossOfParts(dtypes.to_torch_dtype(call.results[0].dtype)), (found, t, *call.args[2:])
     (result,) = to.writer.torch(line, function, args, call.kwargs, grads, like=made)

@@ -1,4 +1,5 @@
-"""Embeddings and losses of which each rank has a part of the vocabulary.
+"""Embeddings and losses of which each rank has a part of the vocabulary. As torch's functions, they fail for tokens and
+labels that are in nobody's part.
 
     rows = part_of_embedding(tokens, table)     zeros for tokens of other ranks; ranks add these rows up
     numbers = part_of_loss(logits, labels)      three of each row, which ranks gather
@@ -34,16 +35,19 @@ class PartOfEmbedding:
     ) -> torch.Tensor:
         first, rows = self.plan.rank * len(table), len(table)
         own = (tokens >= first) & (tokens < first + rows)
+        known = own | (tokens >= 0) & (tokens < rows * self.plan.ranks)
         padding = padding_idx - first if padding_idx is not None and first <= padding_idx < first + rows else None
-        found = F.embedding((tokens - first).where(own, 0), table, padding)
+        found = F.embedding((tokens - first).where(own, 0).where(known, -1), table, padding)
         return found.masked_fill(~own.unsqueeze(-1), 0)
 
 
 @dataclass(frozen=True)
 class PartOfLoss:
-    """The :data:`NUMBERS` of each row of logits (rows, this rank's classes), for labels (rows,)."""
+    """The :data:`NUMBERS` of each row of logits (rows, this rank's classes), for labels (rows,), of which one value is
+    ``ignored``."""
 
     plan: ContextPlan
+    ignored: int
 
     __name__ = "loss"
 
@@ -51,11 +55,12 @@ class PartOfLoss:
         classes = logits.shape[-1]
         first = self.plan.rank * classes
         own = (labels >= first) & (labels < first + classes)
+        known = (labels == self.ignored) | (labels >= 0) & (labels < classes * self.plan.ranks)
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         most = logits.detach().amax(-1, keepdim=True)
         most = most.where(most.isfinite(), 0)  # all of its classes may be masked
         total = (logits - most).exp().sum(-1, keepdim=True)
-        of_label = logits.gather(-1, (labels - first).where(own, 0).unsqueeze(-1))
+        of_label = logits.gather(-1, (labels - first).where(own, 0).where(known, -1).unsqueeze(-1))
         return torch.cat([most, total, of_label.where(own.unsqueeze(-1), 0)], -1)
 
 

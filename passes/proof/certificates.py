@@ -602,7 +602,7 @@ def _found_of_vocabulary(kind: type) -> str:
             return torch.stack([PartOfEmbedding(p)(ids, x, **options) for p, x in zip(plans, parts, strict=True)]).sum(
                 0
             )
-        numbers = torch.cat([PartOfLoss(p)(x, ids) for p, x in zip(plans, parts, strict=True)], -1)
+        numbers = torch.cat([PartOfLoss(p, -1)(x, ids) for p, x in zip(plans, parts, strict=True)], -1)
         return LossOfParts(torch.float64)(numbers, ids, **options)
 
     results = []

@@ -350,7 +350,8 @@ class _Proof:
         kinds, numbers = [(f.kind, f.split) for f in operands], tuple(f.number for f in operands)
         if isinstance(function, PartOfLoss) and kinds[0][0] == "part" and kinds[1][0] == "whole":
             equal = Split(1, 1, self.plan.ranks, call.operands[0].shape[1])
-            return [Form("numbers", *numbers)] if kinds[0][1] == equal else None
+            of = (numbers[1], function.ignored)
+            return [Form("numbers", numbers[0], of)] if kinds[0][1] == equal else None
         for entry in self.known.get((call.name, numbers), ()):
             assert entry.call is not None
             same = constant((entry.call.args, entry.call.kwargs), []) == constant((call.args, call.kwargs), [])
@@ -358,8 +359,10 @@ class _Proof:
             if isinstance(function, PartOfEmbedding) and same and kinds[0][0] == "whole":
                 table = Split(0, 1, self.plan.ranks, entry.call.operands[1].shape[0] // self.plan.ranks)
                 return [Form("sum", entry.results[0])] if kinds[1] == ("part", table) else None
-            if isinstance(function, LossOfParts) and same and kinds == [("all numbers", numbers[1]), ("whole", None)]:
+            if isinstance(function, LossOfParts) and same:
+                of = (numbers[1], loss_arguments(*call.args, **call.kwargs)[4])
                 right = dtypes.to_torch_dtype(self.dtypes[entry.results[0]]) is function.dtype
+                right &= kinds == [("all numbers", of), ("whole", None)]
                 return [Form("whole", entry.results[0])] if right else None
         return None
 

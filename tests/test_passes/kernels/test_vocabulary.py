@@ -15,7 +15,8 @@ def plans(ranks):
 def loss_of(logits, labels, ranks, **options):
     """As ranks compute it that have equal parts of the classes."""
     parts = zip(plans(ranks), logits.chunk(ranks, -1), strict=True)
-    numbers = torch.cat([PartOfLoss(plan)(part, labels) for plan, part in parts], -1)
+    ignored = options.get("ignore_index", -100)
+    numbers = torch.cat([PartOfLoss(plan, ignored)(part, labels) for plan, part in parts], -1)
     return LossOfParts(logits.dtype)(numbers, labels, **options)
 
 
@@ -70,3 +71,14 @@ def test_embeddings(padding):
 
     found = with_gradient(of_parts, table, tokens, padding)
     torch.testing.assert_close(found, with_gradient(lambda w, x, i: F.embedding(x, w, i), table, tokens, padding))
+
+
+@pytest.mark.parametrize("token", [-1, 6])
+def test_tokens_and_labels_that_are_in_no_part(token):
+    table = torch.randn(6, 3)
+    for plan, part in zip(plans(2), table.chunk(2), strict=True):
+        with pytest.raises(IndexError, match="index out of range"):
+            PartOfEmbedding(plan)(torch.tensor([0, token]), part)
+        with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+            PartOfLoss(plan, -100)(part.T, torch.tensor([0, token, 1]))
+        PartOfLoss(plan, token)(part.T, torch.tensor([0, token, 1]))

@@ -133,6 +133,7 @@ def function_changed(lines, i, dice):
     if isinstance(own, CausalAttention | PartOfEmbedding | PartOfLoss):
         others = [replace(own, plan=replace(own.plan, rank=1 - own.plan.rank))]
         others += [replace(own, length=own.length + 4)] if isinstance(own, CausalAttention) else []
+        others += [replace(own, ignored=own.ignored + 1)] if isinstance(own, PartOfLoss) else []
     elif isinstance(own, LossOfParts):
         others = [replace(own, dtype=torch.float64)]
     else:
