@@ -33,7 +33,7 @@ from passes.analysis.verify import VerificationError, verify_lines, verify_sched
 from passes.blocks import Inner, copy_of, outline, share_fusions
 from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
-from passes.compat.jit import OldObjects, compile_data_and_stats
+from passes.compat.jit import Collections, compile_data_and_stats
 from passes.epilogue import Rebuild, Setter, delay_writes, keep_stream, rebuild_result, set_state, watch_backward
 from passes.gradients import accumulate_gradients, drop_unused
 from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
@@ -216,7 +216,7 @@ class Pass(Transform):
         except Exception as error:
             for runtime in self._runtimes(trace) if self.announces else ():
                 runtime.announce(f"{type(error).__name__}: {error}")
-            OldObjects.unfreeze()
+            Collections.become_usual()
             raise
         self.seconds = time.perf_counter() - start
 
@@ -348,7 +348,7 @@ class LastStage(PassAfterLowering):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         new = super().transform_trace_post_optimization(computation_trace, **kwargs)
         if is_backward(new) or not has_backward(new, self.compilation.facts.record if self.compilation else None):
-            OldObjects.unfreeze()
+            Collections.become_usual()
         return new
 
 

@@ -91,41 +91,28 @@ def deeper_recursion() -> Iterator[None]:
         sys.setrecursionlimit(limit)
 
 
-class OldObjects:
-    """Hides older objects from Python's garbage collector while a step is compiled. A compilation makes so many new
-    objects that the collector would scan all of torch and of the script, which takes a quarter of a first step.
+class Collections:
+    """Lets Python look for garbage rarely while a step is recorded and compiled. That makes so many objects, and so
+    little garbage, that Python would scan all of torch and of the script, which takes a third of a first step.
 
     The process has one collector. Therefore this state belongs to the process, too.
     """
 
-    PYTHONS_OWN = 1000  # Python itself may freeze a few objects; if more are frozen, the script has frozen them
-    _frozen = False
+    RARE = (100_000, 50, 50)
+    _before: tuple[int, int, int] | None = None  # the thresholds of the script, while ours are set
 
     @classmethod
-    def freeze(cls) -> None:
-        if gc.isenabled() and gc.get_freeze_count() < cls.PYTHONS_OWN:
-            gc.collect(1)  # else young garbage would become old, and Python looks for that more rarely
-            gc.freeze()
-            cls._frozen = True
+    def become_rare(cls) -> None:
+        before = gc.get_threshold()
+        if cls._before is None and 0 < before[0] < cls.RARE[0]:
+            cls._before = before
+            gc.set_threshold(*cls.RARE)
 
     @classmethod
-    def unfreeze(cls) -> None:
-        """Ends it. A search for the referrers of an object needs this, because it does not see frozen objects."""
-        if cls._frozen:
-            gc.unfreeze()
-            cls._frozen = False
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Turns Python's garbage collector off. A record makes many objects, and no garbage to speak of."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    def become_usual(cls) -> None:
+        if cls._before is not None:
+            gc.set_threshold(*cls._before)
+            cls._before = None
 
 
 @contextmanager

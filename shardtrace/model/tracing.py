@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from passes.analysis.recognise import module_of
 from passes.comm.sequence import Part, gather_parts
 from passes.compat.jit import (
-    OldObjects,
+    Collections,
     check_dtensors,
     compile_data_and_stats,
     deeper_recursion,
@@ -33,7 +33,6 @@ from passes.compat.jit import (
     proxied_values,
     raised,
     refresh_modules,
-    without_collections,
     without_log_of_fakes,
 )
 from passes.kernels import executor as kernels
@@ -306,12 +305,12 @@ SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Records the call of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
     try:
-        with deeper_recursion(), without_log_of_fakes(), without_collections():
+        with deeper_recursion(), without_log_of_fakes():
+            Collections.become_rare()  # until the last stage has seen the step
             root: nn.Module = unwrap(module)
-            found = _trace_models(call, module, args, kwargs, [*dict.fromkeys([own_state(root), *states_in(root)])])
-        OldObjects.freeze()  # after the record, which searches in all objects
-        return found
+            return _trace_models(call, module, args, kwargs, [*dict.fromkeys([own_state(root), *states_in(root)])])
     except BaseException as error:  # Thunder would wrap it in an error that prints the model
+        Collections.become_usual()
         return raised(error)
 
 

@@ -13,7 +13,6 @@ from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from weakref import ref
 
-from passes.compat.jit import OldObjects
 from shardtrace.record.snapshot import (
     MISSING,
     MODULE_STATE,
@@ -265,7 +264,6 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]]) -> None:
     fakes = [fake for fake in fakes if fake() is not None]
     if not fakes:
         return
-    OldObjects.unfreeze()
     for generation in (1, 2):  # most cycles are as young as the record; to look at all objects takes a second
         gc.collect(generation)
         if all(fake() is None for fake in fakes):

@@ -18,8 +18,6 @@ from itertools import chain, count
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from passes.compat.jit import OldObjects
-
 import torch
 from torch import nn
 
@@ -134,7 +132,6 @@ class CodeWatcher:
                 sys.settrace,
                 sys.gettrace(),
             )  # torch's profiler with_stack cannot be put back
-        OldObjects.unfreeze()
         gc.disable()
         self._install(self._called)
         return self

@@ -146,32 +146,39 @@ def test_a_call_without_the_model_has_no_facts_of_the_last_one(fake_ranks):
     assert "check_value" not in text(thunder.last_prologue_traces(step)[-1])
 
 
-def test_old_objects_are_frozen_while_a_step_is_compiled_and_no_longer(fake_ranks, thawed):
+def test_garbage_is_looked_for_rarely_while_a_step_is_compiled_and_no_longer(fake_ranks):
     fake_ranks(2)
     seen = []
 
     def looks(trace):
-        seen.append(gc.get_freeze_count() > 10_000)
+        seen.append(gc.get_threshold()[0])
         if len(seen) == 3:
             raise KeyError("of a pass")
         return trace
 
-    before = gc.get_freeze_count()
+    before = gc.get_threshold()
     model = thunder.jit(shardtrace.fsdp(linear()), transforms=[PassAfterLowering(looks)])
     model(torch.ones(1, 4)).sum().backward()
-    assert seen == [True, True]  # forward and backward
-    assert gc.get_freeze_count() <= before
+    assert seen == [100_000, 100_000]  # forward and backward
+    assert gc.get_threshold() == before
     with pytest.raises(KeyError, match="of a pass"):
         model(torch.ones(2, 4))
-    assert gc.get_freeze_count() <= before
+    assert gc.get_threshold() == before
 
 
-def test_what_a_script_has_frozen_stays_so(fake_ranks):
+@pytest.mark.parametrize("young", [0, 1_000_000])
+def test_a_script_that_looks_more_rarely_does_so(fake_ranks, young):
+    """0: never."""
     fake_ranks(2)
-    gc.freeze()
-    before = gc.get_freeze_count()
-    thunder.jit(shardtrace.fsdp(linear()))(torch.ones(1, 4))
-    assert gc.get_freeze_count() > 0.9 * before  # but for what is freed by its count
+    before = gc.get_threshold()
+    gc.set_threshold(young, 2, 2)
+    try:
+        looks = []
+        note = PassAfterLowering(lambda trace: looks.append(gc.get_threshold()) or trace)
+        thunder.jit(shardtrace.fsdp(linear()), transforms=[note])(torch.ones(1, 4))
+        assert {gc.get_threshold(), *looks} == {(young, 2, 2)}
+    finally:
+        gc.set_threshold(*before)
 
 
 def swapped_tanh(computation):

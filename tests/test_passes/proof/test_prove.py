@@ -118,12 +118,13 @@ def keep_input(trace):
 
 
 @pytest.mark.parametrize(("net", "grad"), [(Net, False), (Detached, True)], ids=["no_grad", "detached"])
-def test_a_step_without_gradients_is_proven(fake_ranks, thawed, net, grad):
+def test_a_step_without_gradients_is_proven(fake_ranks, net, grad):
     """Thunder marks its forward as one that a backward follows."""
     fake_ranks(2)
+    before = gc.get_threshold()
     with torch.set_grad_enabled(grad):
         thunder.jit(shardtrace.fsdp(net()))(torch.randn(4, 4))
-        assert gc.get_freeze_count() < 1000
+        assert gc.get_threshold() == before
         cmodel = thunder.jit(shardtrace.fsdp(net()), transforms=[PassAfterLowering(keep_input)])
         with pytest.raises(AssertionError, match=r"the compiled step of .* could not be proven"):
             cmodel(torch.randn(4, 4))
