@@ -112,15 +112,17 @@ def at_random(path: Path) -> list[int]:
     for turn in range(10):
         before = found[-1] if found else 0
         pids = [forked(save_for_ever, str(path), f"{path}-{turn}", rank) for rank in range(2)]
-        deadline = time.monotonic() + 30
-        while (now := files.latest_checkpoint(path)) is None or now.name == f"step-{before:08d}":
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.1))
-        for pid in moments.sample(pids, 2):
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
+        try:
+            deadline = time.monotonic() + 120  # a disk that writes much else may take a minute for an fsync
+            while (now := files.latest_checkpoint(path)) is None or now.name == f"step-{before:08d}":
+                assert time.monotonic() < deadline, f"no checkpoint in turn {turn}"
+                time.sleep(0.005)
+            time.sleep(moments.uniform(0, 0.1))
+        finally:  # one that lives on would hold the pipes of whoever waits for this process
+            for pid in moments.sample(pids, 2):
+                os.kill(pid, signal.SIGKILL)
+            for pid in pids:
+                os.waitpid(pid, 0)
         found.append(latest(str(path)))
         assert found[-1] > before
     return found
