@@ -113,7 +113,7 @@ def at_random(path: Path) -> list[int]:
         before = found[-1] if found else 0
         pids = [forked(save_for_ever, str(path), f"{path}-{turn}", rank) for rank in range(2)]
         try:
-            deadline = time.monotonic() + 120  # a disk that writes much else may take a minute for an fsync
+            deadline = time.monotonic() + 120  # of a disk that writes much else
             while (now := files.latest_checkpoint(path)) is None or now.name == f"step-{before:08d}":
                 assert time.monotonic() < deadline, f"no checkpoint in turn {turn}"
                 time.sleep(0.005)
