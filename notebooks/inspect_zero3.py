@@ -230,8 +230,8 @@ types = [kind.text for line in forward.lines for kind in line.template.types if 
 print(*dict.fromkeys(text for text in types if " of " in text), sep="\n")
 
 # %% [markdown]
-# The 25 heads of this model do not divide by two, and attention is computed whole on both ranks. The vocabulary does: the
-# loss is computed on parts of the logits.
+# The 25 heads of this model do not divide by two, and attention is computed whole on both ranks. The vocabulary does:
+# the loss is computed on parts of the logits.
 
 # %% [markdown]
 # ## What each option changes
