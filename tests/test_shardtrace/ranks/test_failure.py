@@ -347,7 +347,7 @@ def test_ranks_that_wait_in_different_collectives(run_ranks):
         if how == "whole":
             assert re.search(rf"rank {rank}: RankFailedError: {reason}", said), said
         else:  # the script's own collective breaks: the reason is said beside its error
-            assert re.search(rf"(?m)^rank {rank}: RuntimeError: ", said), said
+            assert f"rank {rank}: RuntimeError: " in said, said  # behind what the other rank prints meanwhile
             assert len(re.findall(f"shardtrace: rank {rank}: {reason}", said)) == 1, said
     assert "waits for a collective of root, and the others did not come within 4 s. Probably" in parts[3]
     assert "for 1 s now" in parts[4]
