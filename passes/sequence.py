@@ -581,7 +581,7 @@ def loss_arguments(
     return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
 
 
-def embedding_arguments(
+def is_plain_embedding(
     input: Any,
     weight: Any,
     padding_idx: Any = None,
@@ -589,8 +589,11 @@ def embedding_arguments(
     norm_type: Any = 2.0,
     scale_grad_by_freq: Any = False,
     sparse: Any = False,
-) -> tuple[Any, ...]:
-    return input, weight, padding_idx, max_norm, bool(scale_grad_by_freq), bool(sparse)
+) -> bool:
+    """Whether an embedding with these arguments only takes rows, and its gradient only adds them up."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return False
+    return padding_idx is None or (isinstance(padding_idx, int) and padding_idx >= 0)
 
 
 def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:

@@ -45,7 +45,7 @@ from passes.sequence import (
     Splitter,
     Value,
     add_return,
-    embedding_arguments,
+    is_plain_embedding,
     loss_arguments,
     writing,
 )
@@ -193,9 +193,8 @@ def _table_of(call: TorchLine | None) -> TensorProxy | None:
     """The table from which a line takes rows, if it is a plain embedding."""
     if call is None or call.name != EMBEDDING or len(call.operands) != 2 or len(call.args) < 2:
         return None
-    _, table, padding, *others = embedding_arguments(*call.args, **call.kwargs)
-    plain = padding is None or (isinstance(padding, int) and padding >= 0)
-    return table if plain and table.ndim == 2 and others == [None, False, False] else None
+    table: TensorProxy = call.args[1]
+    return table if table.ndim == 2 and is_plain_embedding(*call.args, **call.kwargs) else None
 
 
 def _cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:

@@ -9,7 +9,6 @@ Thunder prints the Python that runs. ``print(trace)`` of a trace with our lines 
     # 0  train.py:12  y = model(x)                                                 the module, the place and its code
     t6 = linear(input, t4, t5)  # t6: "cpu f32[8, 64]"
 
-
     # mark_unused in 2 lines, minus zero if no gradient has come: t9 = t7, t10 = t8        lines that fold
 
 It leaves out the definitions of lines that run. Blocks that the trace calls are printed below it. Nothing of this is

@@ -85,6 +85,6 @@ def _exchange(rows: Sequence[torch.Tensor], sizes: Sequence[int], bucket: Bucket
 
 
 def _split(future: InFlight, sizes: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
-    """What each rank has sent, by member. ``sizes`` are their elements."""
+    """The rows that came from each rank, by member. ``sizes``: the elements of each."""
     rows = future.wait().split([sum(own) for own in sizes])
     return [row.split(list(own)) for row, own in zip(rows, sizes, strict=True)]

@@ -21,6 +21,18 @@ from torch.nn import functional as F
 NUMBERS = 3  # of a row: the largest logit, the sum of exponentials, and the logit of the label
 
 
+def _places(
+    ids: torch.Tensor, size: int, plan: ContextPlan, ignored: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ids are in this rank's part of ``size`` entries, and where: 0 for those of other ranks and ``ignored``
+    ones, and -1, which torch refuses, for those in nobody's part."""
+    places = ids - plan.rank * size
+    own = (places >= 0) & (places < size)
+    known = (ids >= 0) & (ids < size * plan.ranks)
+    known = known if ignored is None else known | (ids == ignored)
+    return own, places.where(own, 0).where(known, -1)
+
+
 @dataclass(frozen=True)
 class PartOfEmbedding:
     """``torch.nn.functional.embedding`` with this rank's rows of the table."""
@@ -34,10 +46,9 @@ class PartOfEmbedding:
         self, tokens: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None, *args: Any, **options: Any
     ) -> torch.Tensor:
         first, rows = self.plan.rank * len(table), len(table)
-        own = (tokens >= first) & (tokens < first + rows)
-        known = own | (tokens >= 0) & (tokens < rows * self.plan.ranks)
+        own, places = _places(tokens, rows, self.plan)
         padding = padding_idx - first if padding_idx is not None and first <= padding_idx < first + rows else None
-        found = F.embedding((tokens - first).where(own, 0).where(known, -1), table, padding)
+        found = F.embedding(places, table, padding)
         return found.masked_fill(~own.unsqueeze(-1), 0)
 
 
@@ -52,15 +63,12 @@ class PartOfLoss:
     __name__ = "loss"
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        classes = logits.shape[-1]
-        first = self.plan.rank * classes
-        own = (labels >= first) & (labels < first + classes)
-        known = (labels == self.ignored) | (labels >= 0) & (labels < classes * self.plan.ranks)
+        own, places = _places(labels, logits.shape[-1], self.plan, self.ignored)
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         most = logits.detach().amax(-1, keepdim=True)
         most = most.where(most.isfinite(), 0)  # all of its classes may be masked
         total = (logits - most).exp().sum(-1, keepdim=True)
-        of_label = logits.gather(-1, (labels - first).where(own, 0).where(known, -1).unsqueeze(-1))
+        of_label = logits.gather(-1, places.unsqueeze(-1))
         return torch.cat([most, total, of_label.where(own.unsqueeze(-1), 0)], -1)
 
 

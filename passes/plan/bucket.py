@@ -139,7 +139,7 @@ class Bucket(ContextObject):
 
     @cached_property
     def cuts(self) -> CutLayout:
-        """What ranks send each other if the members are cut."""
+        """The messages between ranks if the members are cut."""
         return CutLayout(self.members, self.plan.rank)
 
     def layout_of(self, members: Sequence[Member]) -> Layout:

@@ -261,7 +261,7 @@ def _strides(shape: Shape) -> Shape:
 
 
 class CutLayout:
-    """What ranks send each other of a bucket's members if each of them computes with a part of these.
+    """The messages between ranks for a bucket of which each rank computes with a part of the members.
 
     A *seat* is a rank's number among those that share parameters, and so that of its part. ``received`` has, for each
     rank, the elements of each member that are in its rows and in this rank's part; ``sent``, for each seat, those that

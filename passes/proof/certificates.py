@@ -599,9 +599,8 @@ def _found_of_vocabulary(kind: type) -> str:
 
     def of_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if kind is PartOfEmbedding:
-            return torch.stack([PartOfEmbedding(p)(ids, x, **options) for p, x in zip(plans, parts, strict=True)]).sum(
-                0
-            )
+            rows = [PartOfEmbedding(p)(ids, x, **options) for p, x in zip(plans, parts, strict=True)]
+            return torch.stack(rows).sum(0)
         numbers = torch.cat([PartOfLoss(p, -1)(x, ids) for p, x in zip(plans, parts, strict=True)], -1)
         return LossOfParts(torch.float64)(numbers, ids, **options)
 

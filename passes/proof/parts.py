@@ -338,7 +338,7 @@ class _Proof:
         return split if not rest or mask.ndim < 2 or mask.shape[-2] == 1 else None
 
     def _vocabulary(self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form]) -> list[Form] | None:
-        """What ranks compute of their parts of a vocabulary."""
+        """The results of functions of parts of a vocabulary; None if they are not those of the recorded one."""
         made = call_of(line.sym)
         function = made.function if made is not None else None
         if (

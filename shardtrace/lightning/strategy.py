@@ -16,12 +16,8 @@ from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer
 from shardtrace.lightning import checkpoint
 from shardtrace.model.places import init_empty_weights
 from shardtrace.model.state import state_of
-from shardtrace.options.policies import (
-    Checks,
-    InitPolicy,
-    parse_context,
-    parse_tensor,
-)
+from shardtrace.options.planned import mesh_dim_names
+from shardtrace.options.policies import Checks, InitPolicy, sharing_dims
 from shardtrace.ranks.mesh import init_process_group
 from shardtrace.trainers import check_files
 from shardtrace.training.full import full_state_dict
@@ -76,20 +72,13 @@ def environment(strategy: Any) -> Iterator[None]:
         init_process_group(device, timeout=strategy.seconds, **({"device_id": device} if device.type == "cuda" else {}))
     yield
     if isinstance(strategy.mesh, tuple):
-        shared = _sharing(strategy.options)
-        names = ("data", *shared) if shared else ("replicate", "shard")
+        names = mesh_dim_names(strategy.options)
         strategy.mesh = init_device_mesh(strategy.root_device.type, strategy.mesh, mesh_dim_names=names)
-
-
-def _sharing(options: Mapping[str, Any]) -> list[str]:
-    """The dimensions of the mesh whose ranks share a batch; none if each rank has its own."""
-    given = parse_context(options.get("context_parallel")), parse_tensor(options.get("tensor_parallel"))
-    return [one.mesh_dim for one in given if one is not None]
 
 
 def sampling(strategy: Any, usual: dict[str, Any]) -> dict[str, Any]:
     """How many replicas of the data there are, and which is this rank's: ranks that share a batch share theirs."""
-    shared, mesh = _sharing(strategy.options), strategy.mesh
+    shared, mesh = sharing_dims(strategy.options), strategy.mesh
     if not shared or not isinstance(mesh, DeviceMesh):
         return usual
     others = [name for name in mesh.mesh_dim_names or () if name not in shared]

@@ -125,7 +125,7 @@ def _tensors_of(state: ShardedState) -> Tensors | None:
 
 
 def _way(context: Context | None) -> tuple[Any, ...]:
-    """What must be equal for models that are computed together."""
+    """A key that is equal for models that can be computed together."""
     if context is None or context.plan.ranks == 1:
         return ()
     plan = context.plan

@@ -27,8 +27,7 @@ from shardtrace.options.policies import (
     flat,
     grouped,
     needs,
-    parse_context,
-    parse_tensor,
+    sharing_dims,
 )
 
 import torch
@@ -474,7 +473,7 @@ class TrainingPlan:
     @property
     def _mfu(self) -> str:
         """MFU, and as others count it."""
-        other = f" ({self.mfu_all_scores:.1%} with all scores of causal attention)" if self.mfu_all_scores else ""
+        other = f" ({self.mfu_all_scores:.1%} with all scores of causal attention)"
         return f"{self.mfu:.1%}{other if self.mfu_all_scores > self.mfu else ''}"
 
     @property
@@ -673,10 +672,10 @@ def options_of(choices: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def mesh_dim_names(options: Mapping[str, Any]) -> tuple[str, str]:
+def mesh_dim_names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the dimensions of the mesh that some options of ``fsdp`` need."""
-    split = parse_context(options.get("context_parallel")) or parse_tensor(options.get("tensor_parallel"))
-    return ("data", split.mesh_dim) if split is not None else ("replicate", "shard")
+    shared = sharing_dims(options)
+    return ("data", *shared) if shared else ("replicate", "shard")
 
 
 def _dtype_name(value: Any) -> Any:

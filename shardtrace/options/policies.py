@@ -598,6 +598,12 @@ class MemoryBudget:
         return parse_bytes(self.size)
 
 
+def sharing_dims(options: Mapping[str, Any]) -> list[str]:
+    """The dimensions of the mesh whose ranks share a batch, by options of ``fsdp``; none if each rank has its own."""
+    given = parse_context(options.get("context_parallel")), parse_tensor(options.get("tensor_parallel"))
+    return [one.mesh_dim for one in given if one is not None]
+
+
 def optimizer_class(optimizer: Any) -> Any:
     """A class of optimizers or None, as it is given or of a text: "SGD", "SGD(momentum=0.9)". Raises ValueError if
     there is none of this name."""

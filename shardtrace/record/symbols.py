@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.compat.jit import symbols_of_torch
+from passes.sequence import is_plain_embedding
 
 import torch
 from thunder import torch as ltorch
@@ -218,16 +219,8 @@ def _is_no_plain_number(a: Any, exponent: Any) -> bool:
     return type(exponent) not in (int, float) or exponent == 0 or not isinstance(a, TensorProxy)
 
 
-def _is_special_embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: Any = None,
-    max_norm: Any = None,
-    norm_type: Any = 2.0,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    return max_norm is not None or any(args) or any(kwargs.values()) or (padding_idx is not None and padding_idx < 0)
+def _is_special_embedding(*args: Any, **kwargs: Any) -> bool:
+    return not is_plain_embedding(*args, **kwargs)
 
 
 def _is_broadcast_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -494,13 +494,19 @@ def gather_in_another_dtype(body: Body, rng: Random) -> Lines | None:
     return lines
 
 
-@kind()
-def reduce_twice(body: Body, rng: Random) -> Lines | None:
+def _reductions(body: Body, rng: Random) -> Iterator[tuple[int, BoundSymbol, BoundSymbol]]:
+    """In random order: the number of the line that waits for a reduction, the line that issues it, and the one that
+    waits."""
     waits = [i for i, b in enumerate(body.lines) if is_wait(b) and not is_gather(b)]
     rng.shuffle(waits)
     for i in waits:
         wait = body.lines[i]
-        issue = next(b for b in body.lines if is_issue(b) and b.output.name == wait.args[0].name)
+        yield i, next(b for b in body.lines if is_issue(b) and b.output.name == wait.args[0].name), wait
+
+
+@kind()
+def reduce_twice(body: Body, rng: Random) -> Lines | None:
+    for i, issue, wait in _reductions(body, rng):
         if all(alike(a, b) for a, b in zip(issue.args[0], wait.output, strict=True)):
             second, names = again(issue, "twice")
             second = second.from_bsym(args=(wait.output, issue.args[1]))
@@ -514,11 +520,7 @@ def reduce_twice(body: Body, rng: Random) -> Lines | None:
 
 @kind()
 def skip_a_reduction(body: Body, rng: Random) -> Lines | None:
-    waits = [i for i, b in enumerate(body.lines) if is_wait(b) and not is_gather(b)]
-    rng.shuffle(waits)
-    for i in waits:
-        wait = body.lines[i]
-        issue = next(b for b in body.lines if is_issue(b) and b.output.name == wait.args[0].name)
+    for i, issue, wait in _reductions(body, rng):
         if all(alike(a, b) for a, b in zip(issue.args[0], wait.output, strict=True)):
             lines = body.lines
             for grad, o in zip(issue.args[0], wait.output, strict=True):
@@ -530,11 +532,7 @@ def skip_a_reduction(body: Body, rng: Random) -> Lines | None:
 @kind()
 def keep_own_gradients(body: Body, rng: Random) -> Lines | None:
     """A rank takes its shard of its own gradients, to which the others add nothing."""
-    waits = [i for i, b in enumerate(body.lines) if is_wait(b) and not is_gather(b)]
-    rng.shuffle(waits)
-    for i in waits:
-        wait = body.lines[i]
-        issue = next(b for b in body.lines if is_issue(b) and b.output.name == wait.args[0].name)
+    for i, issue, wait in _reductions(body, rng):
         bucket, grads = issue.args[1], issue.args[0]
         same = all(g.dtype is o.dtype for g, o in zip(grads, wait.output, strict=True))
         if same and bucket.plan.placement is Placement.SHARD and not bucket.is_cut:
