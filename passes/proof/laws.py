@@ -81,10 +81,9 @@ def with_kept(numbers: Numbers, parameter: ShardedParameter, plan: BucketPlan, v
     return numbers.of("with kept", (parameter.index, plan), (value,))
 
 
-def unless_absent(numbers: Numbers, value: int, sources: Sources | None) -> int:
-    """A gradient that is None in a backward that comes from none of these outputs; always there if it needs none, and
-    if other ranks, which hold other parts of the same sequences, may have it."""
-    return value if sources is None or sources >= numbers.outputs else numbers.of("unless unused", sources, (value,))
+def unless_absent(numbers: Numbers, value: int, outputs: Sources) -> int:
+    """A gradient that is None in a backward that comes from none of these outputs; always there if all are."""
+    return value if outputs >= numbers.outputs else numbers.of("unless unused", outputs, (value,))
 
 
 # ---- conditions ----
@@ -274,18 +273,25 @@ def _accumulate(evaluation: Evaluation, line: BoundSymbol, values: Values) -> No
 
 def _marked(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     gradient, numbers = values[line.args[0].name], evaluation.numbers
-    found, marked = numbers.sources(gradient), _outputs_of(numbers, line.args[1].obj)
-    if found is not None and found != marked:
-        raise UnprovenError(
-            f"a gradient that comes from outputs {sorted(found)} is taken for one from {sorted(marked)}", line
-        )
+    _outputs_marked(numbers, gradient, line)
     name_results(line.output, gradient, values)
 
 
 def _unless_unused(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     numbers, gradient = evaluation.numbers, values[line.args[0].name]
-    sources = None if numbers.sources(gradient) is None else _outputs_of(numbers, line.args[1].obj)
-    name_results(line.output, unless_absent(numbers, gradient, sources), values)
+    outputs = _outputs_marked(numbers, gradient, line)
+    name_results(line.output, unless_absent(numbers, gradient, outputs), values)
+
+
+def _outputs_marked(numbers: Numbers, gradient: int, line: BoundSymbol) -> Sources:
+    """The outputs from which a line says that a gradient comes: those from which it does, or all if other ranks have a
+    part in it, which may have a gradient where torch gives this one none."""
+    origin, marked = numbers.origin(gradient), _outputs_of(numbers, line.args[1].obj)
+    if marked != origin.outputs and not (origin.is_shared and marked == numbers.outputs):
+        raise UnprovenError(
+            f"a gradient that comes from outputs {sorted(origin.outputs)} is taken for one from {sorted(marked)}", line
+        )
+    return marked
 
 
 def _outputs_of(numbers: Numbers, uses: Uses) -> Sources:

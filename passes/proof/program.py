@@ -36,6 +36,14 @@ Expression = tuple[Hashable, Hashable, tuple[int, ...]]  # operation, constants,
 Type = tuple[tuple[int, ...], dtypes.dtype]  # shape, dtype
 
 
+class Origin(NamedTuple):
+    """Where a gradient comes from: the outputs of forward whose gradients it is computed from, and whether other ranks,
+    which hold other parts of the same sequences or products, have a part in it."""
+
+    outputs: frozenset[int]
+    is_shared: bool
+
+
 class Numbers:
     """The table of expressions. ``lines`` has the first line that computed each, ``types`` its shape and dtype,
     ``composites`` the results of composite lines that were taken apart. ``synonyms`` are expressions that have the
@@ -50,7 +58,7 @@ class Numbers:
         self.synonyms: dict[int, int] = {}
         self.outputs = frozenset[int]()  # those of forward, by their number
         self._table: dict[Expression, int] = {}
-        self._sources: list[frozenset[int] | None] = []  # of each number
+        self._origins: list[Origin] = []  # of each number
 
     def of(self, operation: Hashable, constants: Hashable = (), operands: tuple[int, ...] = ()) -> int:
         """The number of an expression."""
@@ -60,15 +68,13 @@ class Numbers:
             self.expressions.append(expression)
         return self.synonyms.get(number, number)
 
-    def sources(self, number: int) -> frozenset[int] | None:
-        """The outputs of forward from whose gradients a value is computed; None if other ranks' are among them, which
-        hold other parts of the same sequences."""
-        known = self._sources
+    def origin(self, number: int) -> Origin:
+        known = self._origins
         for operation, constants, operands in self.expressions[len(known) : number + 1]:
             own = frozenset([cast(int, constants)]) if operation == "cotangent" else frozenset[int]()
             of_operands = [known[i] for i in operands]
-            elsewhere = operation in WITH_OTHERS or None in of_operands
-            known.append(None if elsewhere else own.union(*(s for s in of_operands if s is not None)))
+            is_shared = operation in WITH_OTHERS or any(o.is_shared for o in of_operands)
+            known.append(Origin(own.union(*(o.outputs for o in of_operands)), is_shared))
         return known[number]
 
     def difference(self, a: int, b: int) -> tuple[int, int]:
