@@ -63,11 +63,12 @@ from shardtrace.training.methods import register_forward_method
 
 __version__ = _version
 kernels = executor
-"""An executor that runs torch's own kernels, forward and backward, for functions that Thunder takes apart.
+"""An executor that runs torch's own kernels, forward and backward: linear layers, convolutions, batch and RMS norm,
+attention, softmax, cross entropy, dropout.
 
 A sharded model has it by default if ``thunder.jit`` is given no executors. Add it to executors of your own choice:
 ``thunder.jit(model, executors=["sdpa", shardtrace.kernels, "torchcompile"])``. Beside an executor that fuses, it runs
-only what is better not fused: attention, convolutions, pooling, batch norm and cross entropy.
+only what is better not fused: attention, convolutions, batch norm and cross entropy.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Torch's kernels of linear layers, functions of single elements, normalizations and losses.
+"""Torch's kernels of linear layers, convolutions, dropout, normalizations, softmax and losses.
 
 Dropout saves its mask, one byte for each element. The mask is a line of its own, so that a checkpointed block saves
 nothing else.
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from thunder import clang
 from thunder.core import dtypes, prims
 from thunder.core.devices import DeviceType, to_device
-from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 
@@ -143,111 +143,7 @@ def _each(value: Any, rank: int) -> tuple[int, ...]:
     return values * rank if len(values) == 1 else values
 
 
-# ---- single elements ----
-
-
-def _kernels(name: str, forward: Any, backward: Any) -> tuple[Symbol, Symbol]:
-    """``backward`` takes the result's gradient, then the activation's input or result."""
-    return (
-        kernel(name, lambda a, *options: like(a), forward),
-        kernel(f"{name}_backward", lambda grad, saved, *options: like(saved), backward),
-    )
-
-
-def _out_of_place(a: TensorProxy, inplace: bool, **options: Any) -> bool:
-    return is_floating(a) and not inplace
-
-
-def _from_input(kernels: tuple[Symbol, Symbol], a: TensorProxy, *options: Any) -> Differentiated:
-    forward, backward = kernels
-    return forward(a, *options), lambda grad: [(a, backward(grad, a, *options))]
-
-
-def _implement(*functions: Any, kernels: tuple[Symbol, Symbol], of_result: bool = False) -> None:
-    forward, backward = kernels
-
-    @implements(*functions, supported=_out_of_place)
-    def activation(a: TensorProxy, inplace: bool = False) -> Differentiated:
-        out = forward(a)
-        return out, lambda grad: [(a, backward(grad, out if of_result else a))]
-
-
-_implement(
-    ltorch.relu,
-    kernels=_kernels("relu", torch.relu, lambda grad, out: aten.threshold_backward(grad, out, 0)),
-    of_result=True,
-)
-_implement(ltorch.sigmoid, kernels=_kernels("sigmoid", torch.sigmoid, aten.sigmoid_backward), of_result=True)
-_implement(ltorch.tanh, PrimIDs.TANH, kernels=_kernels("tanh", torch.tanh, aten.tanh_backward), of_result=True)
-_implement(ltorch.silu, kernels=_kernels("silu", F.silu, aten.silu_backward))
-_implement(ltorch.mish, kernels=_kernels("mish", F.mish, aten.mish_backward))
-
-GELU = _kernels(
-    "gelu",
-    lambda a, approximate: F.gelu(a, approximate=approximate),
-    lambda grad, a, approximate: aten.gelu_backward(grad, a, approximate=approximate),
-)
-
-
-@implements(ltorch.gelu, supported=lambda a, approximate: is_floating(a))
-def gelu(a: TensorProxy, *, approximate: str = "none") -> Differentiated:
-    return _from_input(GELU, a, approximate)
-
-
-SOFTPLUS = _kernels("softplus", F.softplus, aten.softplus_backward)
-
-
-@implements(ltorch.softplus, supported=lambda a, **options: is_floating(a))
-def softplus(a: TensorProxy, beta: float = 1.0, threshold: float = 20.0) -> Differentiated:
-    return _from_input(SOFTPLUS, a, beta, threshold)
-
-
-LEAKY_RELU = _kernels(
-    "leaky_relu", F.leaky_relu, lambda grad, a, slope: aten.leaky_relu_backward(grad, a, slope, False)
-)
-
-
-@implements(ltorch.leaky_relu, supported=_out_of_place)
-def leaky_relu(a: TensorProxy, negative_slope: float = 0.01, inplace: bool = False) -> Differentiated:
-    return _from_input(LEAKY_RELU, a, negative_slope)
-
-
-# elu(a) = scale * (a if a > 0 else alpha * (exp(a) - 1))
-ELU = _kernels("elu", aten.elu, lambda grad, a, alpha, scale: aten.elu_backward(grad, alpha, scale, 1, False, a))
-# of torch.nn.functional.selu (https://arxiv.org/abs/1706.02515, equation 2)
-SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-
-
-@implements(ltorch.elu, supported=_out_of_place)
-def elu(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> Differentiated:
-    return _from_input(ELU, a, alpha, 1)
-
-
-@implements(ltorch.selu, supported=_out_of_place)
-def selu(a: TensorProxy, inplace: bool = False) -> Differentiated:
-    return _from_input(ELU, a, SELU_ALPHA, SELU_SCALE)
-
-
-def _product_meta(a: TensorProxy, b: TensorProxy) -> TensorProxy:
-    return like(a, torch.broadcast_shapes(shape_of(a), shape_of(b)))
-
-
-mul_forward = kernel("mul", _product_meta, torch.mul)
-
-
-@implements(ltorch.mul, supported=lambda a, b: is_floating(a, b) and a.dtype in HALF)
-def mul(a: TensorProxy, b: TensorProxy) -> Differentiated:
-    return mul_forward(a, b), lambda grad: [
-        (a, _summed_to(a, mul_forward(grad, b))),
-        (b, _summed_to(b, mul_forward(grad, a))),
-    ]
-
-
-def _summed_to(a: TensorProxy, grad: TensorProxy) -> TensorProxy:
-    """The gradient of ``a``, which was broadcast to the shape of ``grad``."""
-    shape, new = shape_of(a), len(shape_of(grad)) - len(shape_of(a))
-    dims = [i for i, d in enumerate(shape_of(grad)) if i < new or shape[i - new] != d]
-    return ltorch.reshape(ltorch.sum(grad, dims), shape) if dims else grad
+# ---- chunks and dropout ----
 
 
 def _chunk_meta(a: TensorProxy, chunks: int, dim: int) -> tuple[TensorProxy, ...]:
@@ -329,39 +225,6 @@ def _kept(a: TensorProxy, shape: Sequence[int]) -> tuple[int, ...]:
     return (*a.shape[: a.ndim - len(shape)], *(1 for _ in shape))
 
 
-# ---- layer_norm ----
-
-layer_norm_forward = kernel(
-    "layer_norm",
-    lambda a, shape, weight, bias, eps: _with_statistics(a, _kept(a, shape), weight, bias),
-    aten.native_layer_norm,
-)
-layer_norm_backward = kernel(
-    "layer_norm_backward",
-    lambda grad, a, shape, mean, rstd, weight, bias, wanted: _same(a, weight, bias),
-    aten.native_layer_norm_backward,
-    masked=True,
-)
-
-
-@implements(ltorch.layer_norm, supported=_accepts)
-def layer_norm(
-    a: TensorProxy,
-    normalized_shape: Sequence[int],
-    weight: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    eps: float = 1e-5,
-) -> Differentiated:
-    shape = tuple(normalized_shape)
-    out, mean, rstd = layer_norm_forward(a, shape, weight, bias, eps)
-
-    def gradients(grad: TensorProxy) -> Gradients:
-        found = layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, present(a, weight, bias))
-        return zip((a, weight, bias), found, strict=True)
-
-    return out, gradients
-
-
 # ---- rms_norm ----
 
 
@@ -416,46 +279,6 @@ def rms_norm(
 
     def gradients(grad: TensorProxy) -> Gradients:
         return zip((a, weight), rms_norm_backward(grad, a, shape, rstd, weight, present(a, weight)), strict=True)
-
-    return out, gradients
-
-
-# ---- group_norm ----
-
-
-def _sizes(a: torch.Tensor) -> tuple[int, int, int]:
-    """Batch, channels, elements of a channel."""
-    return a.shape[0], a.shape[1], math.prod(a.shape[2:])
-
-
-group_norm_forward = kernel(
-    "group_norm",
-    lambda a, groups, weight, bias, eps: _with_statistics(a, (a.shape[0], groups), weight, bias),
-    lambda a, groups, weight, bias, eps: aten.native_group_norm(a.contiguous(), weight, bias, *_sizes(a), groups, eps),
-)
-group_norm_backward = kernel(
-    "group_norm_backward",
-    lambda grad, a, groups, mean, rstd, weight, bias, wanted: _same(a, weight, bias),
-    lambda grad, a, groups, mean, rstd, weight, bias, wanted: aten.native_group_norm_backward(
-        grad.contiguous(), a.contiguous(), mean, rstd, weight, *_sizes(a), groups, wanted
-    ),
-    masked=True,
-)
-
-
-@implements(ltorch.group_norm, supported=_accepts)
-def group_norm(
-    a: TensorProxy,
-    num_groups: int,
-    weight: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    eps: float = 1e-5,
-) -> Differentiated:
-    out, mean, rstd = group_norm_forward(a, num_groups, weight, bias, eps)
-
-    def gradients(grad: TensorProxy) -> Gradients:
-        found = group_norm_backward(grad, a, num_groups, mean, rstd, weight, bias, present(a, weight, bias))
-        return zip((a, weight, bias), found, strict=True)
 
     return out, gradients
 

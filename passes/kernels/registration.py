@@ -1,13 +1,12 @@
 """The executor whose operators are torch's own kernels, forward and backward.
 
-Thunder's autodiff takes functions such as layer_norm apart. Without a fusing executor each part runs by itself and
+Thunder's autodiff takes functions such as rms_norm apart. Without a fusing executor each part runs by itself and
 saves its own activations. Here each function is one line of forward and one line of backward, which call the kernels
 that eager PyTorch calls and save what eager saves.
 
-    @implements(ltorch.gelu, supported=lambda a, approximate: is_floating(a))
-    def gelu(a, *, approximate="none"):
-        out = gelu_forward(a, approximate)
-        return out, lambda grad: [(a, gelu_backward(grad, a, approximate))]
+    @implements(ltorch.chunk, supported=lambda a, **others: is_floating(a))
+    def chunk(a, chunks, dim=0):
+        return chunk_forward(a, chunks, dim), lambda *grads: [(a, ltorch.cat(grads, dim))]
 
 A function returns its result (or several) and a function from its gradient to pairs of an argument and its gradient.
 """

@@ -405,9 +405,9 @@ class CompilePolicy:
         eager: the modules that PyTorch runs and differentiates, each as one line of the trace: names (or patterns) and
             classes. "auto" chooses the smallest ones whose forward depends on the values of tensors (``.item()``,
             ``nonzero``, a branch); the provenance of the trace names them. None: such a forward is an error.
-        kernels: whether ``thunder.jit`` runs torch's own forward and backward kernels (:data:`shardtrace.kernels`) if
-            it was given no executors and none of its default ones fuses, as without nvFuser. Steps then take the time
-            and the memory of eager PyTorch.
+        kernels: whether a step runs what eager PyTorch runs, forward and backward (torch's operators, and
+            :data:`shardtrace.kernels`), if ``thunder.jit`` was given no executors and none of its default ones fuses,
+            as without nvFuser. Steps then take the time and the memory of eager PyTorch.
         prefetch: how many buckets may be gathered ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
             unless the model uses several at once. Default: 1; 2 if there are blocks in blocks; 3 if parameters are kept
             until backward has used them, because gathering ahead then takes no more memory in the end, or if "auto"

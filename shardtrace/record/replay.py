@@ -19,7 +19,7 @@ from passes.save import mark_block
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
 from shardtrace.record.memory import Memory, Values
-from shardtrace.record.symbols import NotTrusted, check_rounding, name_of, value, value_in_place
+from shardtrace.record.symbols import AS_TORCH, NotTrusted, check_as_eager, name_of, out_of_place, value, value_in_place
 
 import torch
 from thunder import torch as ltorch
@@ -193,7 +193,7 @@ class Replay:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
         if self._is_as_eager:
-            check_rounding(call.function, call.args, call.kwargs, repeated=self._is_repeated)
+            check_as_eager(call.function, call.args, call.kwargs, repeated=self._is_repeated)
         in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
         if call.written:
             if not in_place or any(t is not call.args[0] for t in call.results):
@@ -235,8 +235,12 @@ class Replay:
         if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
-        written = [i for i, t in enumerate(tensors) if id(t) in into and all(t is not u for u in tensors[:i])]
-        made = [t for t in call.results if id(t) not in into]
+        if into and name_of(function).strip("_") in AS_TORCH and "out" not in kwargs:
+            function, kwargs = out_of_place(function, kwargs)
+            made, written = list(call.written), []
+        else:
+            made = [t for t in call.results if id(t) not in into]
+            written = [i for i, t in enumerate(tensors) if id(t) in into and all(t is not u for u in tensors[:i])]
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(
             function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.compat.jit import symbols_of_torch
@@ -89,9 +89,12 @@ class NotTrusted(Exception):
     """Why a line calls torch's function."""
 
 
-# Note [Rounding]: by torch's names without underscores. Those in half round otherwise, or cast to float32 and back,
-# each by a function of its own.
-ROUNDED = frozenset({"group_norm", "logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
+# by torch's names without underscores: the operators that torch's autograd runs are as fast as kernels of our own
+AS_TORCH = frozenset(
+    "elu gelu group_norm layer_norm leaky_relu mish relu selu sigmoid silu softplus tanh".split()  # noqa: SIM905
+)
+# Note [Rounding]. Those in half round otherwise, or cast to float32 and back, each by a function of its own.
+ROUNDED = frozenset({"logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
 ROUNDED_IN_HALF = frozenset(
     "abs cos cumsum erf exp expm1 log log1p log2 mean neg rsqrt sin sqrt sum".split()  # noqa: SIM905
 )
@@ -100,11 +103,13 @@ ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "
 HALF = (torch.bfloat16, torch.float16)
 
 
-def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any, *, repeated: bool) -> None:
-    """Raises NotTrusted if Thunder's symbol rounds otherwise than torch, or has casts of its own, which nothing fuses.
-    The arguments are a recorded call's. ``repeated``: in backward, which then repeats the parts of attention that draw
+def check_as_eager(function: Callable[..., Any], args: Any, kwargs: Any, *, repeated: bool) -> None:
+    """Raises NotTrusted if Thunder's symbol has parts that nothing fuses, or rounds otherwise than torch. The arguments
+    are a recorded call's. ``repeated``: in backward, which then repeats the parts of attention that draw
     nothing."""
     name = name_of(function).strip("_")
+    if name in AS_TORCH:
+        raise NotTrusted("its parts are not fused")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     in_half = any(t.dtype in HALF for t in tensors)
     if (
@@ -149,6 +154,14 @@ def is_method(function: Callable[..., Any]) -> bool:
     name = getattr(function, "__name__", "")
     found = getattr(torch.Tensor, name, None)
     return name == "__get__" or found is function or getattr(function, "__objclass__", None) in torch.Tensor.__mro__
+
+
+def out_of_place(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function and keywords that return what a function of ``AS_TORCH`` writes into its first argument."""
+    name = name_of(function).strip("_")
+    if not name_of(function).endswith("_"):
+        return function, {**kwargs, "inplace": False}
+    return next(getattr(home, name) for home in (torch.Tensor, F) if hasattr(home, name)), dict(kwargs)
 
 
 def value_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

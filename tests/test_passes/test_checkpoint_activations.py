@@ -226,13 +226,13 @@ bw_ft3 = all_gather((t_0_0_weight, t_0_0_bias), b_0_0)
 t6 = linear_backward_input(t0, bw_t4)
 (bw_t7, bw_t8) = wait_all_gather(bw_ft3, b_0_0)
 bw_t9 = linear(input, bw_t7, bw_t8)
-bw_t10 = tanh(bw_t9)
+bw_t10 = torch_tanh_0(bw_t9)
 t11 = dropout(bw_t10, t1, 2.0)
 t12 = linear_backward_weight(t0, t11)
 t13 = linear_backward_bias(t0)
 ft14 = reduce_scatter((t12, t13), b_0_3)
 t15 = dropout(t6, t1, 2.0)
-t16 = tanh_backward(t15, bw_t10)
+t16 = aten_tanh_backward(t15, bw_t10)
 t17 = linear_backward_weight(t16, input)
 t18 = linear_backward_bias(t16)
 ft19 = reduce_scatter((t17, t18), b_0_0)
@@ -255,12 +255,12 @@ once  synchronize
 once  linear
 once  synchronize
 again linear
-again tanh
+again torch_tanh_0
 again dropout
 again sin
 again dropout
 again linear
-once  gelu
+once  torch_gelu_0
 once  python_return""",
     )
 
@@ -299,7 +299,7 @@ def test_what_is_computed_again_is_not_saved(fake_ranks):
     fake_ranks(2)
     cmodel = compile_fake(Net, torch.randn(2, WIDTH), activation_checkpointing=Block)
     trace = stage(cmodel, "schedule")
-    again = next(b for b in trace.bound_symbols if b.sym.name == "tanh")
+    again = next(b for b in trace.bound_symbols if b.sym.name == "torch_tanh_0")
     *_, last = trace.bound_symbols
     result, (tensors, other) = last.args
     trace.bound_symbols = [b for b in trace.bound_symbols[:-1] if b.sym.name != "python_del"]

@@ -1,5 +1,7 @@
 """Which lines have Thunder's symbol, and which call torch's own function."""
 
+import copy
+
 import shardtrace
 from shardtrace.record.symbols import OPERATORS, TRUSTED, is_method, name_of
 
@@ -58,12 +60,12 @@ def lines_of(function, x=X):
 @pytest.mark.parametrize(
     ("function", "lines"),
     [
-        (lambda m, x: F.gelu(m.fc(x)), ["linear", "gelu"]),
+        (lambda m, x: F.gelu(m.fc(x)), ["linear", "torch_gelu_0"]),
         (lambda m, x: -(m.fc(x) * 2), ["linear", "mul", "neg"]),
         (lambda m, x: m.fc(x).t()[1:].T, ["linear", "t", "getitem", "transpose"]),
         (lambda m, x: m.fc(x).double().float(), ["linear", "to", "to"]),
         (lambda m, x: m.fc(x).matmul(x.t()), ["linear", "t", "matmul"]),
-        (lambda m, x: m.fc(x).add_(1).relu_(), ["linear", "add", "relu"]),
+        (lambda m, x: m.fc(x).add_(1).relu_(), ["linear", "add", "torch_relu_0"]),
         (lambda m, x: m.fc(x) * x.clone().fill_(2), ["linear", "clone", "full_like", "mul"]),
     ],
 )
@@ -93,6 +95,37 @@ def test_symbols(function, lines, single_rank):
 )
 def test_torchs_own_functions(function, line, single_rank):
     assert line in lines_of(function, X.abs())
+
+
+class Activations(torch.nn.Module):
+    """In place and not, by functions, methods and modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.elu = torch.nn.Linear(4, 4), torch.nn.ELU(inplace=True)
+
+    def forward(self, x):
+        y = torch.relu_(F.layer_norm(self.fc(x), (4,), bias=self.fc.bias))
+        y = F.gelu(y, approximate="tanh") + F.leaky_relu(self.fc(x), 0.2, inplace=True)
+        y = F.softplus(self.elu(y * 2), 2.0) + F.selu(F.mish(y), inplace=True)
+        z = (y + F.silu(y, inplace=False)).sigmoid_()
+        return torch.log_softmax(F.group_norm((z * 2).tanh_(), 2), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_what_thunder_takes_apart_is_as_in_torch(single_rank, dtype):
+    eager, results = Activations().to(dtype), []
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(eager)))
+    x = torch.randn(3, 4).to(dtype)
+    for model in (eager, cmodel):
+        given = x.clone().requires_grad_()
+        out = model(given)
+        (out.float() ** 2).sum().backward()
+        results.append([out.detach(), given.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, torch.as_tensor(b)) for a, b in zip(*results, strict=True))
+    forward = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
+    assert "clone" not in forward
+    assert {"torch_relu_0", "torch_elu_0", "torch_selu_0", "torch_sigmoid_0", "torch_tanh_0"} <= {*forward}
 
 
 @pytest.mark.parametrize("name", ["add", "mul", "div", "neg", "abs", "exp", "sum", "mean", "cumsum"])

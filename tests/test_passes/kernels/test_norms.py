@@ -14,41 +14,14 @@ def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-@DTYPES
-def test_layer_norm(dtype):
-    compare(
-        lambda a, w, b: F.layer_norm(a, (4, 6), w, b),
-        *(leaf(*shape, dtype=dtype) for shape in [(3, 4, 6), (4, 6), (4, 6)]),
-        kernels=["layer_norm", "layer_norm_backward"],
-    )
-
-
-@pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False)])
-def test_layer_norm_without_parameters(weight, bias):
-    w = leaf(6) if weight else None
-    compare(
-        lambda a, w: F.layer_norm(a, (6,), w, None, 1e-3), leaf(3, 6), w, kernels=["layer_norm", "layer_norm_backward"]
-    )
-
-
-def test_layer_norm_of_16_bits_with_parameters_in_fp32():
-    compare(
-        lambda a, w, b: F.layer_norm(a, (6,), w, b),
-        leaf(3, 6, dtype=torch.bfloat16),
-        leaf(6),
-        leaf(6),
-        kernels=["layer_norm", "layer_norm_backward"],
-    )
-
-
 def test_only_the_gradients_that_are_used_are_computed():
-    frozen = torch.randn(6)
     jitted = compare(
-        lambda a, w, b: F.layer_norm(a, (6,), w, b), leaf(3, 6), frozen, leaf(6),
-        kernels=["layer_norm", "layer_norm_backward"],
+        lambda a, w: F.rms_norm(a, (6,), w), leaf(3, 6), torch.randn(6),
+        kernels=["rms_norm", "rms_norm_backward"],
+        exact=False,
     )  # fmt: skip
-    (line,) = (b for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if b.sym.name == "layer_norm_backward")
-    assert line.args[-1] == (True, False, True)
+    (line,) = (b for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if b.sym.name == "rms_norm_backward")
+    assert line.args[-1] == (True, False)
     assert line.output[1] is None
 
 
@@ -70,24 +43,6 @@ def test_rms_norm_gradcheck(shape, normalized):
     assert torch.autograd.gradcheck(jitted, (leaf(*shape, dtype=torch.float64), leaf(*normalized, dtype=torch.float64)))
     jitted = thunder.jit(lambda a: F.rms_norm(a, normalized), executors=[executor])
     assert torch.autograd.gradcheck(jitted, (leaf(*shape, dtype=torch.float64),))
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 5), (2, 6, 3, 4)], ids=str)
-def test_group_norm(dtype, shape):
-    compare(
-        lambda a, w, b: F.group_norm(a, 3, w, b),
-        *(leaf(*s, dtype=dtype) for s in (shape, (6,), (6,))),
-        kernels=["group_norm", "group_norm_backward"],
-    )
-
-
-def test_group_norm_of_a_transposed_input():
-    compare(
-        lambda a, w, b: F.group_norm(a.transpose(1, 2), 3, w, b),
-        leaf(2, 5, 6), leaf(6), leaf(6),
-        kernels=["group_norm", "group_norm_backward"],
-    )  # fmt: skip
 
 
 @DTYPES
