@@ -37,7 +37,7 @@ ft1 = all_gather((t_2_weight, t_2_bias), b_2)
 del ft0
 t4 = linear(input, t2, t3)
 del t2, t3
-t5 = tanh(t4)
+t5 = torch_tanh_0(t4)
 del t4
 (t6, t7) = wait_all_gather(ft1, b_2)
 del ft1
@@ -74,7 +74,7 @@ t7 = linear_backward_bias(t0)
 del t0
 ft8 = reduce_scatter((t6, t7), b_2)
 del t6, t7
-t9 = tanh_backward(t5, t1)
+t9 = aten_tanh_backward(t5, t1)
 del t5, t1
 t10 = linear_backward_weight(t9, input)
 del input

@@ -69,7 +69,7 @@ def test_two_linear(fake_ranks):
     200 |       128        72         0         0         0  del ft0
     296 |       128        72        96         0         0  t3 = linear(input, t2, None)  # t3: "cpu
     296 |         0        72        96         0         0  del t2
-    264 |         0        72        96        96         0  t4 = tanh(t3)  # t4: "cpu f32[3, 8]"
+    264 |         0        72        96        96         0  t4 = torch_tanh_0(t3)  # t4: "cpu f32[3,
     264 |         0        72         0        96         0  del t3
     240 |        72        72         0        96         0  (t5, t6) = wait_all_gather(ft1, b_2)
     240 |        72         0         0        96         0  del ft1
@@ -95,7 +95,7 @@ def test_two_linear(fake_ranks):
     312 |         0         0       120        96        72  del t4
     396 |         0       108       120        96        72  ft8 = reduce_scatter((t5, t7), b_2)  # f
     396 |         0       108       120        96         0  del t5, t7
-    420 |         0       108       216        96         0  t9 = tanh_backward(t3, t6)  # t9: "cpu f
+    420 |         0       108       216        96         0  t9 = aten_tanh_backward(t3, t6)  # t9: "
     420 |         0       108       120         0         0  del t3, t6
     356 |         0       108       120         0       128  t10 = linear_backward_weight(t9, input)
     356 |         0       108        24         0       128  del t9, input

@@ -52,7 +52,7 @@ computation(input, t_0_weight, t_2_weight):
   del t8
 
   # 1  test_printing.py
-  t16 = tanh(t12)  # t16: "cpu f32[8, 64]"
+  t16 = torch_tanh_0(t12)  # t16: "cpu f32[8, 64]"
   del t12
   # waited for here: the next line uses it; compute is idle for 0.259 ms
   (t20,) = wait_all_gather(ft19, b_2)  # t20: "cpu f32[64, 64]"
@@ -81,7 +81,7 @@ def test_golden_of_the_joint_trace(fake_ranks):
   t12 = linear(input, t8, None)  # t12: "cpu f32[8, 64]"
 
   # 1  test_printing.py
-  t16 = tanh(t12)  # t16: "cpu f32[8, 64]"
+  t16 = torch_tanh_0(t12)  # t16: "cpu f32[8, 64]"
   # b_2: ZeRO-2 over 2 ranks, 4,096 f32, 16,384 bytes: 2.weight
   ft19 = all_gather((t_2_weight,), b_2)  # ft19: "future, 4096 f32"
   (t20,) = wait_all_gather(ft19, b_2)  # t20: "cpu f32[64, 64]"
@@ -95,7 +95,7 @@ def test_golden_of_the_joint_trace(fake_ranks):
   (t23,) = wait_reduce_scatter(ft22, b_2)  # t23: "cpu f32[32, 64]"
 
   # 1
-  t18 = tanh_backward(t26, t16)  # t18: "cpu f32[8, 64]"
+  t18 = aten_tanh_backward(t26, t16)  # t18: "cpu f32[8, 64]"
 
   # 0
   t15 = linear_backward_weight(t18, input)  # t15: "cpu f32[64, 64]"
@@ -132,7 +132,7 @@ Block_forward(cmodel, t_1_inner_weight, t_1_inner_bias):
   del cmodel, t_1_inner_weight, t_1_inner_bias
 
   # the block  test_printing.py
-  t8 = tanh(t3)  # t8: "cpu f32[2, 6]"
+  t8 = torch_tanh_0(t3)  # t8: "cpu f32[2, 6]"
   del t3
   return (t8,)""",
     )
