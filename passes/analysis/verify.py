@@ -47,6 +47,7 @@ from typing import NamedTuple, NoReturn
 from passes.analysis.calls import block_function, block_functions
 from passes.analysis.printing import line_text
 from passes.analysis.recognise import (
+    ISSUED,
     bucket_of,
     ends_copies,
     is_backward,
@@ -67,7 +68,6 @@ from passes.analysis.recognise import (
     updated_by,
     waits_for_future,
 )
-from passes.comm.sequence import issue_gather, issue_to_heads
 from passes.plan import Bucket, BucketPlan, ShardedParameter, inflight_limits
 
 from thunder.core import prims
@@ -248,7 +248,7 @@ class Streams:
         future, given = bsym.output.name, self.memory([bsym.args[0].name])
         sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
         self._name(bsym, f"{future}.received")
-        in_place = bsym.sym.id in (issue_gather.id, issue_to_heads.id)  # may be sent from where it is
+        in_place = ISSUED[bsym.sym.id].takes == "part"  # may be sent from where it is
         if in_place:
             self._kept |= given  # by the future
         yield Work(i, COMPUTE, given, sent | received)

@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from passes.analysis.calls import block_function
-from passes.analysis.liveness import sequence_bytes, sequence_crossings
+from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import (
+    ISSUED,
     bucket_of,
     is_gather,
     is_offload,
@@ -197,7 +198,7 @@ def _sizes(issue: BoundSymbol) -> tuple[str, int, int]:
     """The label of what travels, its bytes, and those that each rank sends."""
     if is_sequence_issue(issue):
         part, size = part_at(issue), sequence_bytes(issue)
-        return part.label, size, sequence_crossings(issue) * size * (part.plan.ranks - 1) // part.plan.ranks
+        return part.label, size, ISSUED[issue.sym.id].crossings * size * (part.plan.ranks - 1) // part.plan.ranks
     bucket, ranks = bucket_of(issue), bucket_of(issue).plan.world_size
     if is_offload(issue):
         return bucket.label, bucket.numel * bucket.rest_dtype.bytes, 0
