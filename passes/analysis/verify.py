@@ -18,7 +18,7 @@
 
 For what a called block saves, 4 and 6 hold too.
 
-A trace knows nothing of other ranks. :mod:`passes.guards` checks that all ranks issue the same collectives in
+A trace knows nothing of other ranks. :mod:`passes.borders` checks that all ranks issue the same collectives in
 the same order.
 
 Invariant 7 in detail. A device works on several streams at once: compute, collectives, copies to and from the host. A

@@ -41,7 +41,7 @@ from passes.comm import cuts, direct, native
 from passes.compat.jit import symbol_that_calls
 from passes.compat.versions import is_profiling
 from passes.plan import Axis, Bucket, Level, Placement, ShardedParameter
-from passes.plan.layout import summed_to
+from passes.plan.bucket import summed_to
 
 import torch
 from thunder.core.codeutils import ContextObject

@@ -26,7 +26,7 @@ from passes.analysis.recognise import (
     is_return,
     is_unpack,
 )
-from passes.epilogue import snapshot
+from passes.borders import snapshot
 from passes.kernels.registration import has_mask, kernel_id
 
 from thunder.core import dtypes

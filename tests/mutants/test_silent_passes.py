@@ -8,8 +8,8 @@ import shardtrace
 from passes import PassAfterLowering, PassBeforeAutodiff, blocks
 from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return, is_unpack
+from passes.borders import run_setter
 from passes.comm.symbols import REDUCE_SCATTER
-from passes.epilogue import run_setter
 from passes.plan import BucketPlan
 from shardtrace.record import calls
 from shardtrace.record.replay import Replay

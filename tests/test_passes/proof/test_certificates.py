@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from passes.comm import cuts, direct, native, quantized, sequence
 from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
-from passes.plan import layout
-from passes.plan.layout import ShardLayout
+from passes.plan import bucket as layout
+from passes.plan.bucket import ShardLayout
 from passes.proof import certificates
 from shardtrace import CommPolicy, ContextParallel
 from shardtrace.model import state
