@@ -248,9 +248,9 @@ def _collective(name: str, issue: Any, wait: Any, takes: Held, gives: Held, *, a
         shape = tuple(x.shape)
         return _future(x, _with_share(shape, 1 / part.plan.ranks) if gives == "heads" else shape)
 
-    def result(future: FutureTensorProxy, part: Part, shape: tuple[int, ...] = ()) -> TensorProxy:
+    def result(future: FutureTensorProxy, part: Part, *shape: tuple[int, ...]) -> TensorProxy:
         if gives == "part":
-            local = part.local_shape(tuple(shape))
+            local = part.local_shape(tuple(shape[0]))
             return _like(future, _with_share(local, part.plan.ranks) if takes == "heads" else local)
         return _like(future, tuple(future.shape) if takes == gives else part.whole_shape(tuple(future.shape)))
 

@@ -308,8 +308,9 @@ class CollectiveOp(NamedTuple):
 
     def __call__(self, value: Any, of: Any) -> Any:
         """Adds both lines to the trace that is being made, for a bucket or a part."""
+        issue, wait = self[:2]
         shape = (tuple(value.shape),) if self.needs_shape else ()
-        return self.wait(self.issue(value, of), of, *shape)
+        return wait(issue(value, of), of, *shape)
 
 
 def _of_buckets(name: str, carries: Literal["parameters", "gradients"], gives: Held, runs: str = "") -> CollectiveOp:
