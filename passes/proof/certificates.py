@@ -30,14 +30,13 @@ from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_functions, block_of
 from passes.analysis.recognise import (
+    AWAITED,
     GATHERS,
     ISSUED,
     bucket_of,
     is_issue,
     is_sequence_issue,
-    is_sequence_wait,
     part_at,
-    waits_for_future,
 )
 from passes.comm import quantized, sequence
 from passes.comm.sequence import Part
@@ -231,7 +230,7 @@ def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
     traces = [trace for trace in (forward, backward) if trace is not None]
     seen: set[Any] = set()
     for trace in (*traces, *(called.trace for called in block_functions(*traces))):
-        waits = {b.args[0].name: b for b in trace.bound_symbols if waits_for_future(b) or is_sequence_wait(b)}
+        waits = {b.args[0].name: b for b in trace.bound_symbols if b.sym.id in AWAITED}
         for line in trace.bound_symbols:
             if not (is_issue(line) or is_sequence_issue(line)) or _is_by_a_users_wire(line):
                 continue
