@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any, Literal, NamedTuple
 
@@ -276,7 +277,8 @@ def _keep_shards_meta(full: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[Te
 Held = Literal["part", "heads", "whole"]
 
 
-class CollectiveOp(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CollectiveOp:
     """A collective: the symbol that issues it, the one that waits for it, and what a pass, a cost or a law asks of it.
 
     ``carries``: a bucket's "parameters" or "gradients", a "value" of which ranks hold parts
@@ -308,7 +310,7 @@ class CollectiveOp(NamedTuple):
 
     def __call__(self, value: Any, of: Any) -> Any:
         """Adds both lines to the trace that is being made, for a bucket or a part."""
-        issue, wait = self[:2]
+        issue, wait = self.issue, self.wait
         shape = (tuple(value.shape),) if self.needs_shape else ()
         return wait(issue(value, of), of, *shape)
 
@@ -316,7 +318,7 @@ class CollectiveOp(NamedTuple):
 def _of_buckets(name: str, carries: Literal["parameters", "gradients"], gives: Held, runs: str = "") -> CollectiveOp:
     """A collective of buckets. ``runs``: the functions of transports that it calls, if they have another name."""
     issue, finish = _pair(runs or name)
-    metas = _all_gather_meta, _wait_all_gather_meta
+    metas: tuple[Callable[..., Any], Callable[..., Any]] = _all_gather_meta, _wait_all_gather_meta
     if carries == "gradients":
         metas = _reduce_scatter_meta, _wait_reduce_scatter_meta
     lines = symbol(name, metas[0], issue), symbol(f"wait_{name}", metas[1], finish)
