@@ -307,7 +307,6 @@ def test_random_numbers_that_do_not_divide_are_refused(compiled):
     ("options", "error"),
     [
         ({"context_parallel": "tensor"}, "context_parallel and tensor_parallel both name 'tensor'"),
-        ({"memory": "80GB"}, "memory and tensor_parallel cannot be combined yet"),
         ({"sharding_strategy": "hybrid_zero3"}, "tensor_parallel shards parameters over all ranks of the mesh"),
         ({"tensor_parallel": "model"}, r"tensor_parallel='model' needs a DeviceMesh that has a dimension of this name"),
         ({"tensor_parallel": 2}, "must be the name of a mesh dimension or TensorParallel"),
