@@ -393,14 +393,14 @@ class Splitter:
             elif split is None:
                 self.know_whole(old, new)
             else:
-                self.know_part(old, split, new, native=native)
-                self.values[old.name].rows = native and any(self.values[o.name].rows for o in call.operands)
+                rows = native and any(self.values[o.name].rows for o in call.operands)
+                self.know_part(old, split, new, native=native, rows=rows)
 
     def add_up(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None = None) -> None:
         """Adds up what the ranks hold of the result of a product, of which each rank gets its rows if they divide."""
         dims = range(old.ndim - 1) if self.rules.rows and (bias is None or bias.ndim == 1) else ()
-        divided = ((d, *divmod(old.shape[d], self.plan.ranks)) for d in dims)
-        split = next((Split(d, 1, self.plan.ranks, n) for d, n, rest in divided if n and not rest), None)
+        splits = (Split(d, 1, self.plan.ranks, old.shape[d] // self.plan.ranks) for d in dims)
+        split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), None)
 
         def total() -> Any:
             found = sum_parts(x, self.everywhere) if split is None else scatter_parts(x, self.at(split))
@@ -410,8 +410,7 @@ class Splitter:
         if split is None:
             self.know_whole(old, found)
         else:
-            self.know_part(old, split, found)
-            self.values[old.name].rows = True
+            self.know_part(old, split, found, rows=True)
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
@@ -495,12 +494,15 @@ class Splitter:
         value = self.values[proxy.name]
         return list(value.parts) if value.is_split else []
 
-    def know_part(self, old: TensorProxy, split: Split, new: TensorProxy, *, native: bool = True) -> None:
-        """Notes a part of a recorded value. ``native``: that it was computed in parts."""
+    def know_part(
+        self, old: TensorProxy, split: Split, new: TensorProxy, *, native: bool = True, rows: bool = False
+    ) -> None:
+        """Notes a part of a recorded value. ``native``: that it was computed in parts. ``rows``: as for a value."""
         value = self.values[old.name]
         value.parts[split] = new
         new.tags.update(old.tags, [self.at(split)])  # whether it is detached; the part, for the inspector
         value.is_split |= native
+        value.rows |= rows
         self.writer.name(new, old)
 
     def know_whole(self, old: TensorProxy, new: TensorProxy) -> None:
@@ -521,7 +523,7 @@ class Splitter:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)
             (value.whole,) = self.writer.emit(value.line, lambda: gather_parts(x, self.at(split)))
-            if self.writer.has_gradient(proxy) and not value.rows:  # of another value, Thunder would repeat only the wait
+            if self.writer.has_gradient(proxy) and not value.rows:  # Thunder would repeat only the wait of another one
                 self.regather(self.writer.trace.bound_symbols[-1])
         return value.whole
 
@@ -653,8 +655,8 @@ class Given(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A rewritten block: which arguments it takes, in which split (None: whole), and the splits of its results. ``rows``:
-    which of these are rows."""
+    """A rewritten block: which arguments it takes, in which split (None: whole), and the splits of its results, of which
+    some are ``rows``."""
 
     block: Block
     takes: tuple[tuple[int, Split | None], ...]
@@ -673,8 +675,8 @@ class Blocks:
         block = block_of(line)
         assert block is not None
         args = [a for a in line.args if isinstance(a, TensorProxy)]
-        known = ((a, to.values[a.name]) for a in args)
-        given = tuple(Given(tuple(to.splits(a)), to.gather_cost(a) < value.bytes, value.rows) for a, value in known)
+        known = [(a, to.values[a.name]) for a in args]
+        given = tuple(Given(tuple(to.splits(a)), to.gather_cost(a) < v.bytes, v.rows) for a, v in known)
         key = (id(block), given)
         if key not in self._made:
             name = unique_name(to.writer.trace, block.name)
@@ -686,8 +688,7 @@ class Blocks:
             if split is None:
                 to.know_whole(old, new)
             else:
-                to.know_part(old, split, new)
-                to.values[old.name].rows = rows
+                to.know_part(old, split, new, rows=rows)
 
 
 class _Inside(Splitter):
