@@ -257,8 +257,7 @@ EXPANDS = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "repeat_in
 class Rules(NamedTuple):
     """How lines that mix positions compute on parts: by the name of the function, False if the rule does not apply; and
     how the call of a block does. ``eager``: whether lines on whole values are written where they were recorded, and
-    not when others need them. ``rows``: whether ranks share the rows of what products add up, until a product needs
-    all of them."""
+    not when others need them. ``rows``: whether each rank gets only rows of the sums of products."""
 
     by_name: Mapping[str, Callable[[Splitter, BoundSymbol, TorchLine], bool]]
     call_block: Callable[[Splitter, BoundSymbol], None]
@@ -270,8 +269,8 @@ class Rules(NamedTuple):
 class Value:
     """A value of the recorded computation: the line that makes it, and what the new one has of it.
 
-    ``is_split``: it was computed in parts. Else ``parts`` are computed from the whole, or instead of it. ``rows``: the
-    parts are rows of what a product has added up, or were computed from such.
+    ``is_split``: it was computed in parts. Else ``parts`` are computed from the whole, or instead of it. ``rows``: of
+    these, which follow from rows of the sum of a product.
     """
 
     proxy: TensorProxy
@@ -383,8 +382,7 @@ class Splitter:
         ]
         found = self.writer.on_parts(line, call, operands, shapes)
         if placed.combine == "sum" and product_of(call) is not None:
-            self.add_up(line, call.results[0], found[0])
-            return
+            return self.add_up(line, call.results[0], found[0])
         if self._moves(line) and not self._gathered.isdisjoint(names(operands)):
             self.regather(self.writer.trace.bound_symbols[-1])
         for old, new, split in zip(call.results, found, placed.results, strict=True):
@@ -397,7 +395,7 @@ class Splitter:
                 self.know_part(old, split, new, native=native, rows=rows)
 
     def add_up(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None = None) -> None:
-        """Adds up what the ranks hold of the result of a product, of which each rank gets its rows if they divide."""
+        """Adds up what ranks have of a product's result, of which each gets its rows if they divide."""
         dims = range(old.ndim - 1) if self.rules.rows and (bias is None or bias.ndim == 1) else ()
         splits = (Split(d, 1, self.plan.ranks, old.shape[d] // self.plan.ranks) for d in dims)
         split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), None)
@@ -408,9 +406,8 @@ class Splitter:
 
         (found,) = self.writer.emit(line, total)
         if split is None:
-            self.know_whole(old, found)
-        else:
-            self.know_part(old, split, found, rows=True)
+            return self.know_whole(old, found)
+        self.know_part(old, split, found, rows=True)
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
@@ -421,9 +418,9 @@ class Splitter:
 
     def _mixed(self, line: BoundSymbol, call: TorchLine) -> None:
         """Computes a line on whole operands. A result of the same sequence is cut again."""
-        operands = [o for o in call.operands if not self.values[o.name].rows]
+        operands = [o for o in call.operands if self.is_split(o) and not self.values[o.name].rows]
         splits = [s for o in operands for s in self.splits(o)]
-        if any(self.is_split(o) and dtypes.is_float_dtype(o.dtype) for o in operands):
+        if any(dtypes.is_float_dtype(o.dtype) for o in operands):
             what = "sequences" if self.plan.axis is Axis.CONTEXT else "values"
             self.remarks[f"{call.name} is computed on whole {what}{place(line)}"] = None
         self.as_whole(line)
@@ -655,8 +652,7 @@ class Given(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A rewritten block: which arguments it takes, in which split (None: whole), and the splits of its results, of which
-    some are ``rows``."""
+    """A rewritten block: the arguments that it takes, in which split (None: whole), and the splits of its results."""
 
     block: Block
     takes: tuple[tuple[int, Split | None], ...]
@@ -675,8 +671,8 @@ class Blocks:
         block = block_of(line)
         assert block is not None
         args = [a for a in line.args if isinstance(a, TensorProxy)]
-        known = [(a, to.values[a.name]) for a in args]
-        given = tuple(Given(tuple(to.splits(a)), to.gather_cost(a) < v.bytes, v.rows) for a, v in known)
+        known = ((tuple(to.splits(a)), to.gather_cost(a), to.values[a.name]) for a in args)
+        given = tuple(Given(splits, cost < value.bytes, value.rows) for splits, cost, value in known)
         key = (id(block), given)
         if key not in self._made:
             name = unique_name(to.writer.trace, block.name)
@@ -706,16 +702,15 @@ class _Inside(Splitter):
 
     def made(self, name: str, taken: set[str]) -> Made:
         self.follow_lines()
-        splits = tuple(next(iter(self.splits(o)), None) for o in self._block.outputs)
-        outputs = [
-            self.whole(o) if s is None else self.part(o, s) for o, s in zip(self._block.outputs, splits, strict=True)
-        ]
+        outs = self._block.outputs
+        splits = tuple(next(iter(self.splits(o)), None) for o in outs)
+        outputs = [self.whole(o) if s is None else self.part(o, s) for o, s in zip(outs, splits, strict=True)]
         lines = self.writer.finished().bound_symbols
         inputs = tuple(self._inputs.values())
         final = [self.writer.final(o) for o in outputs]
         taken = taken | self.writer.trace.names
         block = Block(name, lines, inputs, final, taken, self._block.module)
-        return Made(block, tuple(self._inputs), splits, tuple(self.values[o.name].rows for o in self._block.outputs))
+        return Made(block, tuple(self._inputs), splits, tuple(self.values[o.name].rows for o in outs))
 
     def splits(self, proxy: TensorProxy) -> Sequence[Split]:
         if proxy.name in self._given:

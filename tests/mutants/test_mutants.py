@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -71,7 +72,8 @@ def test_wrong_sums_over_ranks_that_share_a_batch_are_found(model, setting, kind
     prove = prover_of(step)
     remember(step)
     for kind in [*kinds, "drop a source"]:
-        mutants = [mutate(step, Random(seed), kind) for seed in range(4)]
+        found = (mutate(step, Random(seed), kind) for seed in range(12))
+        mutants = [*islice(filter(None, found), 4)]
         assert {judge(m.step, step, prove).outcome for m in mutants} <= {"verify", "prove"}, kind
         if kind not in ("change group", "drop a source"):  # of which not all give other numbers
             assert "missed" in {judge(m.step, step, None).outcome for m in mutants}, kind
