@@ -5,6 +5,10 @@
     t3 = linear(t2, w2)         w2 is cut along columns: each rank has a part of a sum, which ranks add up
     t4 = t3 + b2                after the sum, once
 
+Each rank gets the sum of its rows only, of the batch or of the sequence, if they divide. What follows is computed on
+rows, which are gathered where a line needs all of them, such as the next product (Korthikanti et al., 2022). The pass
+writes all lines with rows, and all with whole sums, and keeps what sends less.
+
 Which parameters are cut is found from products such as the last one: from ``t2``, cut along its last dim, the lines are
 followed backward to the parameters. Heads of attention are found in this way, through transposes and reshapes: each
 rank has some of them. A value that other lines read as well, or that comes from a line without a rule, is computed
