@@ -143,7 +143,7 @@ NO_ADJOINTS = {
     "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S._gather(g, part)),
     "a sum's is its own": ("gather", S.sum_parts, S._sum, S._copy),
     "a cut parameter's is gathered": ("tensor", S.cut, S.cut, lambda g, part: S._gather(g, part)),
-    "a sum of products is its own": ("tensor", S.sum_parts, S._sum, S._copy),
+    "rows of a sum have only their own": ("tensor", S.scatter_parts, S._scatter, S.widen),
     "an output's is not divided": ("gather", S.to_output, S._copy, S._copy),
     "heads stay": ("ulysses", S.exchange_heads, S._to_heads, lambda g, part: S._to_positions(g * 1.0, part) * 2.0),
     "positions stay": ("ulysses", S.exchange_positions, S._to_positions, lambda g, part: S._to_heads(g, part) * 0.5),
