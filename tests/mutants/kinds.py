@@ -23,12 +23,11 @@ from passes.analysis.recognise import (
     is_wait,
     waits_for_future,
 )  # fmt: skip
-from passes.comm.sequence import Part, cut, issue_scatter, wait_scatter, widen
+from passes.borders import fetch, run_rebuild, run_setter
+from passes.comm.sequence import SCATTER, Part, cut, widen
 from passes.comm.symbols import accumulate, accumulated, keep_shards
 from passes.compat.jit import calling_function_of, function_of
-from passes.epilogue import run_rebuild, run_setter
 from passes.gradients import mark_unused, unless_unused
-from passes.guards import fetch
 from passes.plan import Axis, Bucket, Placement
 
 from bodies import (
@@ -572,8 +571,8 @@ def leave_a_sum_pending(body: Body, rng: Random) -> Lines | None:
     for issued, at in _sums(body, rng)[:1]:
         lines = reading_from(body.lines, at + 1, body.lines[at].output, body.lines[issued].args[0])
         return [b for i, b in enumerate(lines) if i not in (issued, at)]
-    scatters = {b.output.name: b for b in body.lines if b.sym.id == issue_scatter.id}
-    waits = [b for b in body.lines if b.sym.id == wait_scatter.id]
+    scatters = {b.output.name: b for b in body.lines if b.sym.id == SCATTER.issue.id}
+    waits = [b for b in body.lines if b.sym.id == SCATTER.wait.id]
     if not waits:
         return None
     wait = rng.choice(waits)
