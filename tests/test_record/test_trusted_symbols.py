@@ -98,16 +98,16 @@ def test_torchs_own_functions(function, line, single_rank):
 
 
 class Activations(torch.nn.Module):
-    """In place and not, by functions, methods and modules."""
+    """By functions, methods and modules, in place where torch's backward then computes the same."""
 
     def __init__(self):
         super().__init__()
-        self.fc, self.norm, self.elu = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.ELU(inplace=True)
+        self.fc, self.norm, self.elu = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.ELU()
 
     def forward(self, x):
         y = torch.relu_(self.norm(self.fc(x)))
         y = F.gelu(y, approximate="tanh") + F.leaky_relu(self.fc(x), 0.2, inplace=True)
-        y = F.softplus(self.elu(y * 2), 2.0) + F.selu(F.mish(y), inplace=True)
+        y = F.softplus(self.elu(y * 2), 2.0) + F.selu(F.mish(y))
         z = (y + F.silu(y, inplace=False)).sigmoid_()
         return torch.log_softmax(F.group_norm((z * 2).tanh_(), 2), -1)
 
@@ -118,9 +118,10 @@ def test_what_thunder_takes_apart_is_as_in_torch(single_rank, dtype):
     cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(eager)))
     x = torch.randn(3, 4).to(dtype)
     for model in (eager, cmodel):
-        out = model(x)
+        given = x.clone().requires_grad_()
+        out = model(given)
         (out.float() ** 2).sum().backward()
-        results.append([out.detach(), *(p.grad for p in model.parameters())])
+        results.append([out.detach(), given.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, torch.as_tensor(b)) for a, b in zip(*results, strict=True))
     forward = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
     assert "clone" not in forward
