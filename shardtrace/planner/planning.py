@@ -204,11 +204,12 @@ def plan(
     rates = Rates(given, "given", "given rates") if given is not None else rates_of(found, names, world_size)
     budget = found.memory if memory is None else parse_bytes(memory)
     setting = Setting(rates.cost, found, optimizer_cost(optimizer, found.name), accumulation)
-    task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
+    task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), {}, wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
         chosen, *others = explore_degrees(task, context, tensor, budget)
         search = chosen.search
         result = replace(_write(search, chosen.best or search.front[0], rates, others), budget_given=_decimal(memory))
+    task.records.clear()
     if chosen.best is None:
         lower = "" if "mp_policy" in fixed else ', or a lower precision (fixed={"mp_policy": "bf16"})'
         if context is None and tensor is None:
@@ -254,7 +255,7 @@ def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree])
     task, family, found = search.task, search.families[point.candidate.family], point.estimate
     setting, choices = task.setting, task.options(family.options_of(point.candidate))
     of_peak = setting.accumulation / (found.seconds * setting.hardware.peak) if found.seconds else 0.0
-    useful, all_scores = family.useful_flops
+    useful, all_scores = task.useful_flops
     return TrainingPlan(
         model=type(task.model).__name__,
         fingerprint=fingerprint(task.model),
