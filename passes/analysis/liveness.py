@@ -39,7 +39,6 @@ from passes.comm.symbols import GATHERS, REDUCTIONS, accumulate, accumulated, al
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
-import torch
 from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy

@@ -27,14 +27,14 @@ from passes.compat.jit import Collections
 from passes.pipeline import Compilation, Facts
 from passes.plan import CostModel, TracedParameters
 from passes.plan.cost import HOST_MEMORY, Hardware
-from shardtrace.inspector.fake import Arguments, compile_only, parse_arguments, sharded_copy
 from shardtrace.inspector.timeline import predicted
 from shardtrace.model.state import ShardedState, states_in
 from shardtrace.model.tracing import contexts_of
-from shardtrace.options.planned import mesh_dim_names
 from shardtrace.options.policies import NO_WIRES, Allowed, grouped, optimizer_class, parse_context
 from shardtrace.options.strategy import ShardingStrategy, checkpointed_blocks, parse_rules, parse_sharding_strategy
 from shardtrace.planner.compose import Compiled, ComposedStep, compiled, compiled_step
+from shardtrace.planner.training_plan import mesh_dim_names
+from shardtrace.testing import Arguments, compile_only, parse_arguments, sharded_copy
 
 import thunder
 import torch
