@@ -148,9 +148,9 @@ def plan(
 ) -> TrainingPlan:
     """Chooses the options of :func:`shardtrace.fsdp` for a model on a cluster, under a budget of memory.
 
-    Compiles the model for fake ranks, composes the traces of many combinations, and predicts each with the schedule,
-    the cost model and the prediction of memory that :func:`shardtrace.inspect` uses. Nothing runs, and neither a GPU
-    nor other ranks are needed. The same arguments give the same plan on every machine.
+    Records the model for fake ranks, compiles the record in several ways, composes the traces of many combinations, and
+    predicts each with the schedule, the cost model and the prediction of memory that :func:`shardtrace.inspect` uses.
+    Nothing runs, and neither a GPU nor other ranks are needed. The same arguments give the same plan on every machine.
 
     It decides the strategy, which blocks' parameters stay gathered between forward and backward, what each block
     recomputes in backward (nothing, the cheap activations, all), the prefetch, and whether shards and the optimizer
