@@ -23,12 +23,11 @@ from passes.analysis.recognise import (
     is_wait,
     waits_for_future,
 )  # fmt: skip
+from passes.borders import fetch, run_rebuild, run_setter
 from passes.comm.sequence import Part, cut, widen
 from passes.comm.symbols import accumulate, accumulated, keep_shards
 from passes.compat.jit import calling_function_of, function_of
-from passes.epilogue import run_rebuild, run_setter
 from passes.gradients import mark_unused, unless_unused
-from passes.guards import fetch
 from passes.plan import Axis, Bucket, Placement
 
 from bodies import (

@@ -322,7 +322,7 @@ def test_options_that_cannot_be_combined(fake_ranks, options, error):
 
 @pytest.mark.parametrize("how", ["rows", 0, None])
 def test_ways_that_do_not_exist(how):
-    with pytest.raises(ValueError, match="'colwise', 'rowwise', 'whole', not"):
+    with pytest.raises(ValueError, match='"colwise", "rowwise" or "whole", not'):
         TensorParallel("tensor", {"*": how})
 
 
