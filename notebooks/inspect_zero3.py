@@ -39,7 +39,7 @@ pd.set_option("display.max_colwidth", None, "display.float_format", "{:.2f}".for
 # embedding, are most of the model.
 #
 # The cost model describes the machine: H100s by their data sheet, with 400 Gbit/s of network each. Real kernels reach
-# perhaps half of these rates: compare the times below only with each other. `python -m shardtrace.calibrate` measures
+# perhaps half of these rates: compare the times below only with each other. `shardtrace calibrate` measures
 # the rates of a real machine, which are then used by default.
 
 # %%

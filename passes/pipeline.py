@@ -39,7 +39,7 @@ from passes.gradients import accumulate_gradients, drop_unused
 from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
-from passes.proof.borders import Border
+from passes.proof.callable import Border
 from passes.proof.prove import Proof, Record, has_backward, prove_step
 from passes.save import (
     Contract,

@@ -11,7 +11,7 @@ rank has some of them. A value that other lines read as well, or that comes from
 whole and cut there. If no product upstream computes only a part of its columns, nothing is cut.
 
 The head of a language model is found from its loss, of which ranks compute three numbers for each row of their classes
-(:mod:`passes.kernels.vocabulary`). Tables of embeddings are cut by rows where that sends no more.
+(:mod:`passes.kernels.losses`). Tables of embeddings are cut by rows where that sends no more.
 
 Ranks draw different random numbers. For a value that all of them hold, each draws a part, and the parts are gathered.
 
@@ -34,8 +34,8 @@ from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_lin
 from passes.analysis.recognise import is_return, is_unpack
 from passes.analysis.recognise import names as names_of
 from passes.comm.sequence import from_input, gather_parts, sum_parts
+from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
-from passes.kernels.vocabulary import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import TracedParameters
 from passes.plan.plan import Split
 from passes.sequence import (

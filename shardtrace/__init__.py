@@ -14,7 +14,6 @@ import passes  # noqa: F401  first, because it makes Thunder importable
 from passes import Collective, VerificationError
 from passes.kernels import executor
 from shardtrace.api import ddp, fsdp
-from shardtrace.checking import Check, block_traces, check, collectives, memory
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
     Checkpoint,
@@ -30,9 +29,9 @@ from shardtrace.checkpoint import (
 )
 from shardtrace.doctor import VERSION as _version
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
+from shardtrace.inspector.checking import Check, Difference, Proof, block_traces, check, collectives, memory, prove
 from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
 from shardtrace.model.places import init_empty_weights
-from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import (
     Checks,
     CommPolicy,
@@ -43,9 +42,10 @@ from shardtrace.options.policies import (
     TensorParallel,
 )
 from shardtrace.options.strategy import ShardingStrategy
-from shardtrace.planner import MemoryBudgetError, plan
-from shardtrace.plugins import DDP, FSDP
-from shardtrace.proving import Difference, Proof, prove
+from shardtrace.parallel import DDP, FSDP
+from shardtrace.planner.contract import MemoryBudgetError
+from shardtrace.planner.planning import plan
+from shardtrace.planner.training_plan import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.mesh import init_process_group

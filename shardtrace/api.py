@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from passes.compat.jit import jitted_module, jitted_transforms, unjitted
 from shardtrace.checkpoint.state import add_hooks, model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
-from shardtrace.costs import load_cost_model
 from shardtrace.model.choose import (
     choose,
     choose_gathers,
@@ -23,12 +22,10 @@ from shardtrace.model.choose import (
 )
 from shardtrace.model.classes import attach
 from shardtrace.model.distribute import find_homes, shard_parameters
-from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.shards import complete_operators
 from shardtrace.model.state import ParameterMemory, ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.options import parse_options
-from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import (
     Checks,
     CommPolicy,
@@ -39,8 +36,10 @@ from shardtrace.options.policies import (
     TensorParallel,
 )
 from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap, parse_rules
+from shardtrace.planner.calibrate import load_cost_model
+from shardtrace.planner.training_plan import TrainingPlan
 from shardtrace.ranks.consensus import announced
-from shardtrace.ranks.mesh import Mesh, leave_in_peace, size_of
+from shardtrace.ranks.mesh import Mesh, keep_freed_memory, leave_in_peace, size_of
 from shardtrace.trainers import join_trainers
 from shardtrace.training.gradients import refuse_wrong_steps, share_norms, share_overflows
 from shardtrace.training.methods import METHODS, METHODS_OF_PARTS, refuse_wrappers

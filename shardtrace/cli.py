@@ -37,16 +37,18 @@ import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.compat.jit import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from passes.plan.cost import hardware
-from shardtrace import calibrate, doctor
-from shardtrace.checking import Check, check
-from shardtrace.costs import rates_of
+from shardtrace import doctor
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
-from shardtrace.inspector.script import TargetError, make, model_and_inputs, script_of
+from shardtrace.inspector.checking import Check, check
+from shardtrace.inspector.inspection import TargetError, make, model_and_inputs, script_of
 from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import state_of, states_in
-from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import POLICIES, grouped, needs
-from shardtrace.planner import MemoryBudgetError, plan
+from shardtrace.planner import calibrate
+from shardtrace.planner.calibrate import rates_of
+from shardtrace.planner.contract import MemoryBudgetError
+from shardtrace.planner.planning import plan
+from shardtrace.planner.training_plan import NoPlanFitsError, PlanError, TrainingPlan
 
 import thunder
 import torch

@@ -44,7 +44,7 @@ found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": na
 """
 OF_THUNDER = """
 import shardtrace, thunder, torch
-from shardtrace.costs import cache_folder, cost_model_key, find_cost_model
+from shardtrace.planner.calibrate import cache_folder, cost_model_key, find_cost_model
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 key = cost_model_key(device, None)
 backends = ("none", "nccl" if device.type == "cuda" else "gloo")

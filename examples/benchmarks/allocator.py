@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardtrace.model.freed_memory import keep_freed_memory
+from shardtrace.ranks.mesh import keep_freed_memory
 
 # Parameters of mallopt(3). By default glibc raises both as a program frees larger blocks, up to these bytes.
 DEFAULTS = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD

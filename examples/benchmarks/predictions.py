@@ -26,11 +26,11 @@ sys.path.append(str(Path(__file__).parents[1] / "gpt2"))
 import shardtrace  # before thunder: makes it importable on the newest torch
 from passes.plan import CostModel
 from passes.plan.cost import hardware
-from shardtrace.calibrate import calibrate
-from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import grouped
+from shardtrace.planner.calibrate import calibrate
 from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.estimate import Estimate, Setting, estimate, optimizer_cost
+from shardtrace.planner.training_plan import TrainingPlan
 
 import thunder
 import torch

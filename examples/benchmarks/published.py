@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "notebooks"))
 
 import shardtrace  # before thunder: makes it importable on the newest torch
 from passes.plan.cost import MEMORY, cluster, hardware
-from shardtrace.options.planned import TrainingPlan
+from shardtrace.planner.training_plan import TrainingPlan
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy

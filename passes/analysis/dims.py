@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from passes.analysis.recognise import identity
 from passes.comm.sequence import Part, cut, from_input, gather_output, gather_parts, sum_parts, to_output
+from passes.kernels.losses import PartOfLoss
 from passes.kernels.torch_call import TorchCall
-from passes.kernels.vocabulary import PartOfLoss
 from passes.plan.dims import table
 from passes.plan.dims.reductions import LIKE_OTHER, RESHAPES, moved
 from passes.plan.dims.relation import Labels, Relation, Shape

@@ -32,8 +32,8 @@ from passes.compat.jit import shape_of
 from passes.kernels import executor as kernels
 from passes.kernels.aten import counts_flops, flops_of, operator_of
 from passes.kernels.attention import CausalAttention, attention_backward_flops, attention_flops
-from passes.kernels.chunked_loss import ChunkedLoss
 from passes.kernels.functional import convolution_flops, product
+from passes.kernels.losses import ChunkedLoss
 from passes.kernels.registration import Flops, Shapes, kernel_id
 from passes.kernels.torch_call import Line, TorchCall, call_of
 from passes.plan.cost import Work

@@ -41,9 +41,8 @@ from passes.comm import quantized, sequence
 from passes.comm.sequence import Part
 from passes.comm.symbols import GATHERS
 from passes.compat.jit import function_of, grad_rule_of
-from passes.kernels.chunked_loss import ChunkedLoss
+from passes.kernels.losses import ChunkedLoss, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
-from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire
 from passes.plan.runtime import PlainRuntime

@@ -22,8 +22,8 @@ from passes.analysis.dims import TorchLine, follow, lead, product_of, resized, t
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
 from passes.comm import sequence as comm
 from passes.kernels.attention import CausalAttention
+from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
-from passes.kernels.vocabulary import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import Axis
 from passes.plan.plan import ContextPlan, Split
 from passes.proof.program import Numbers, constant, text_of

@@ -3,8 +3,8 @@
 The final forward and backward are evaluated with the laws that erase communication (:mod:`passes.proof.laws`), the
 unsharded program (:mod:`passes.proof.reference`) without them, both to numbers that are equal only for equal values
 (:mod:`passes.proof.program`). Every output, every gradient, every write into memory that outlives the step must have
-the same number. So must what the prologue fetches and where the epilogue puts it (:mod:`passes.proof.borders`), and
-Python must run the lines that were evaluated (:mod:`passes.proof.text`).
+the same number. So must what the prologue fetches and where the epilogue puts it (:mod:`passes.proof.callable`), and
+Python must run the lines that were evaluated (:mod:`passes.proof.callable`).
 
 No line may write into a value that another line reads later, backward included. A value that is read by the name by
 which it was written has the number of what was written; :func:`hazards` finds the reads by other names: views, and what
@@ -28,7 +28,7 @@ from passes.compat.jit import compile_data_and_stats
 from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
-from passes.proof.borders import Border, other_borders
+from passes.proof.callable import Border, other_borders, other_text
 from passes.proof.certificates import uncertified, wrong_gradients, wrong_losses
 from passes.proof.laws import LAWS, expected_gradient, mean, part, unless_absent
 from passes.proof.parts import unproven
@@ -55,7 +55,6 @@ from passes.proof.reference import (
     reference,
     results_of,
 )
-from passes.proof.text import other_text
 from passes.sequence import Context
 
 from thunder.core.dtypes import is_inexact_dtype

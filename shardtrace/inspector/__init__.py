@@ -1,7 +1,15 @@
 """The inspector: :func:`inspect` collects a compiled step as plain data, and pure functions draw it."""
 
-from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, inspect
-from shardtrace.inspector.script import Call, NothingCompiledError, first_call, run_script
+from shardtrace.inspector.inspection import (
+    Call,
+    CollectiveRow,
+    Inspection,
+    MemoryRow,
+    NothingCompiledError,
+    first_call,
+    inspect,
+    run_script,
+)
 from shardtrace.inspector.step_data import Rows, Stage
 from shardtrace.inspector.summary import Totals
 from shardtrace.inspector.timeline import Profile, profile

@@ -21,7 +21,7 @@ from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.lines import Function, Line, Mark, Source, Table, Template, Type
 from shardtrace.inspector.step_data import Phase, Stage, StepData, count, duration, modules_by_name, size
 from shardtrace.inspector.summary import draw_modules, largest_saved, peak, totals, traffic
-from shardtrace.options.planned import palette
+from shardtrace.planner.training_plan import palette
 
 from pygments.lexers.python import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, String, _TokenType

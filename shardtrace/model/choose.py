@@ -14,7 +14,6 @@ from passes.plan import HostMemory, Placement, Wire
 from shardtrace.model.places import Place, places, sparse_embedding, uninitializable
 from shardtrace.model.state import REMEDY, ParameterMemory, link_of, state_around, state_of, states_in
 from shardtrace.options.options import Options, canonical
-from shardtrace.options.planned import TrainingPlan, mesh_dim_names
 from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, refuse_reductions
 from shardtrace.options.strategy import (
     ShardingStrategy,
@@ -25,6 +24,7 @@ from shardtrace.options.strategy import (
     eager_modules,
     repeated_blocks,
 )
+from shardtrace.planner.training_plan import TrainingPlan, mesh_dim_names
 from shardtrace.ranks.consensus import announced, compare
 from shardtrace.ranks.failure import tell_others_of_failure
 from shardtrace.ranks.mesh import (

@@ -22,12 +22,12 @@ from passes.analysis.recognise import (
 )
 from passes.plan import CostModel
 from passes.plan.cost import HOST_MEMORY, Hardware
-from shardtrace.inspector.fake import compile_sharded, parse_arguments
 from shardtrace.inspector.timeline import predicted
-from shardtrace.options.planned import mesh_dim_names
 from shardtrace.options.policies import NO_WIRES, Allowed, grouped, optimizer_class, parse_context
 from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
 from shardtrace.planner.compose import Compiled, ComposedStep, compiled
+from shardtrace.planner.training_plan import mesh_dim_names
+from shardtrace.testing import compile_sharded, parse_arguments
 
 import torch
 from thunder.core.proxies import ProxyTag, TensorProxy

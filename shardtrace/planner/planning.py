@@ -10,17 +10,25 @@ from typing import Any, Literal, NamedTuple
 
 from passes.plan import CostModel
 from passes.plan.cost import hardware
-from shardtrace.costs import Rates, rates_of
-from shardtrace.inspector.fake import count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import states_in
-from shardtrace.options.planned import NoPlanFitsError, Row, Rows, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_bytes, parse_count
 from shardtrace.options.strategy import RECOMPUTED
+from shardtrace.planner.calibrate import Rates, rates_of
 from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.estimate import Estimate, Setting, Task, estimate, optimizer_cost
 from shardtrace.planner.search import EXACT, NOT_WORTH_IT, Point, Search, fastest
+from shardtrace.planner.training_plan import (
+    NoPlanFitsError,
+    Row,
+    Rows,
+    TrainingPlan,
+    choices_of,
+    fingerprint,
+    options_of,
+)
 from shardtrace.ranks.progress import progress
+from shardtrace.testing import count_ranks, fake_ranks, parse_arguments
 
 import thunder
 import torch

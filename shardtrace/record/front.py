@@ -22,7 +22,6 @@ from passes.compat.jit import (
 from passes.kernels import aten
 from passes.kernels.aten import Meta
 from shardtrace.record.arguments import Arguments, WholeOf, check_reads, is_absent, stand_in, step
-from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Call, Rebuild, Record, Refused, check_result, map_tensors, storage, tensors_in
 from shardtrace.record.calls import is_plain as is_returnable
 from shardtrace.record.checks import after_checks, tokens_of
@@ -49,7 +48,7 @@ from shardtrace.record.numbers import (
 from shardtrace.record.reads import Reads, Seen, Source
 from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
-from shardtrace.record.replay import CannotWrite, Replay
+from shardtrace.record.replay import Blocks, CannotWrite, ParameterOf, Replay
 from shardtrace.record.snapshot import MISSING, Entry, Snapshot, is_named
 from shardtrace.record.watcher import EAGER, REPEATED, CodeWatcher, is_library, recomputed
 

@@ -13,10 +13,9 @@ from typing import Any
 from weakref import ref
 
 from passes.kernels.aten import Meta
-from shardtrace.record.calls import Call, Place, Record, Refused, tensors_in
+from shardtrace.record.calls import Call, Numbers, Place, Record, Refused, tensors_in
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects, check_leaks
-from shardtrace.record.kinds import Numbers
 from shardtrace.record.memory import Memory
 from shardtrace.record.reads import Reads
 from shardtrace.record.recorder import CannotRecord, FakeMode, Modes, Recorder, record

@@ -24,7 +24,7 @@ from typing import NamedTuple
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import shardtrace  # noqa: E402, F401  before thunder
-from passes.proof.borders import other_borders  # noqa: E402
+from passes.proof.callable import other_borders  # noqa: E402
 from passes.proof.prove import check  # noqa: E402
 
 from kinds import KINDS, Mutant, mutate  # noqa: E402

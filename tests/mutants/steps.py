@@ -18,11 +18,11 @@ from zlib import crc32
 import shardtrace
 from passes.analysis.recognise import is_gather, is_issue
 from passes.comm.symbols import Kept, accumulated, replicated
-from passes.proof.borders import Border
+from passes.proof.callable import Border
 from passes.proof.program import UnprovenError
 from passes.proof.prove import Proof, claim
-from shardtrace.inspector.fake import compile_sharded, fake_ranks
-from shardtrace.proving import prove_compiled
+from shardtrace.inspector.checking import prove_compiled
+from shardtrace.testing import compile_sharded, fake_ranks
 
 import thunder
 import torch
@@ -312,7 +312,7 @@ def compile_step(model: str, setting: str) -> Step:
 
     with (
         mock.patch("passes.proof.prove.prove", remember),
-        mock.patch("shardtrace.proving.prove_traces", remember),
+        mock.patch("shardtrace.inspector.checking.prove_traces", remember),
         warnings.catch_warnings(),
         fake_ranks(chosen.world.size),
         mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")),

@@ -11,7 +11,7 @@ from passes.analysis.recognise import is_backward, is_gather, is_issue, is_retur
 from passes.comm.symbols import wait_reduce_scatter
 from passes.epilogue import run_setter
 from passes.plan import BucketPlan
-from shardtrace.record import kinds
+from shardtrace.record import calls
 from shardtrace.record.replay import Replay
 from shardtrace.testing import fake_ranks
 
@@ -225,8 +225,8 @@ def prepares_a_block_with_two_parameters_exchanged(monkeypatch):
 
 
 def takes_blocks_of_other_numbers_for_equal(monkeypatch):
-    right = kinds.Numbers.value
-    monkeypatch.setattr(kinds.Numbers, "value", lambda self, v: "float" if type(v) is float else right(self, v))
+    right = calls.Numbers.value
+    monkeypatch.setattr(calls.Numbers, "value", lambda self, v: "float" if type(v) is float else right(self, v))
 
 
 def takes_fusions_of_other_numbers_for_equal(monkeypatch):

@@ -3,7 +3,7 @@
 import shardtrace
 from passes.analysis.recognise import ends_copies
 from passes.schedule import wait_copies
-from shardtrace.inspector.fake import compile_only
+from shardtrace.testing import compile_only
 
 import thunder
 import torch

@@ -2,7 +2,7 @@
 
 import types
 
-from shardtrace.record.kinds import Mark, Uses, find_kinds, is_whole, outermost, outline
+from shardtrace.record.calls import Mark, Uses, find_kinds, is_whole, outermost, outline
 from shardtrace.record.memory import Memory
 from shardtrace.record.recorder import FakeMode, Recorder, record
 from shardtrace.record.watcher import CodeWatcher

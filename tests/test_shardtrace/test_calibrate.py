@@ -6,10 +6,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from passes.plan.cost import GLOO, CostModel, Device, Link, default_cost_model
-from shardtrace import calibrate as module
-from shardtrace import cli, costs
-from shardtrace.calibrate import Effort, calibrate, fit_link, main
-from shardtrace.costs import Key, cache_folder, cost_model_key, load_cost_model, write_cost_model
+from shardtrace import cli
+from shardtrace.planner import calibrate as module
+from shardtrace.planner.calibrate import (
+    Effort,
+    Key,
+    cache_folder,
+    calibrate,
+    cost_model_key,
+    fit_link,
+    load_cost_model,
+    write_cost_model,
+)
 
 import pytest
 import torch
@@ -97,7 +105,7 @@ def test_the_file_is_named_by_its_key_and_written_whole(folder):
 
 
 def find(world_size=2, backend="gloo"):
-    return costs._find(replace(cost_model_key(CPU, None), backend=backend, world_size=world_size))
+    return module._find(replace(cost_model_key(CPU, None), backend=backend, world_size=world_size))
 
 
 def test_the_exact_calibration_then_the_nearest_number_of_ranks(folder):
@@ -165,10 +173,10 @@ def test_the_command(monkeypatch, capsys, folder):
     path.unlink()
     folder.rmdir()
     folder.write_text("a file")
-    assert main([]) == 1
+    assert cli.main(["calibrate"]) == 1
     assert "SHARDTRACE_CACHE" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+        cli.main(["calibrate", "--help"])
     assert "torchrun" in capsys.readouterr().out
 
 
@@ -186,7 +194,7 @@ def on_a_rank(folder):
             write_cost_model(MODEL, CPU, group)
         loaded.append(load_cost_model(CPU, group))
         module.EFFORTS["cpu"] = TINY
-        assert main([]) == 0
+        assert cli.main(["calibrate"]) == 0
         models.append(load_cost_model(CPU, group))
         return models, loaded
     finally:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import shardtrace
 from shardtrace import cli
-from shardtrace.checking import _judged
 from shardtrace.cli import main
+from shardtrace.inspector.checking import _judged
 
 import pytest
 import torch

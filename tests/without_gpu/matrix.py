@@ -23,9 +23,8 @@ from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat.jit import attention_of_gpus
 from passes.plan import Keep, Level
-from shardtrace.inspector.fake import compile_only, fake_ranks
 from shardtrace.record.arguments import claim
-from shardtrace.testing import text
+from shardtrace.testing import compile_only, fake_ranks, text
 
 import thunder
 import torch

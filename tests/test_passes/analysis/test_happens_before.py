@@ -4,7 +4,7 @@ import shardtrace
 from passes.analysis.recognise import ends_copies
 from passes.analysis.verify import COMPUTE, NONE, Wait, Work, actions, races, unordered
 from passes.plan import Keep, Level
-from shardtrace.inspector.fake import compile_only
+from shardtrace.testing import compile_only
 
 import pytest
 import thunder

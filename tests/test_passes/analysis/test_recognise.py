@@ -15,7 +15,7 @@ from passes.analysis.recognise import (
     unsharded_values,
     updated_in_place,
 )
-from shardtrace.inspector.fake import compile_only, fake_ranks
+from shardtrace.testing import compile_only, fake_ranks
 
 import pytest
 import thunder

@@ -7,9 +7,9 @@ from passes.analysis.recognise import bucket_of, is_offload
 from passes.analysis.seconds import link_seconds
 from passes.analysis.verify import VerificationError, verify
 from passes.plan import CostModel, Device, Link
-from shardtrace.checking import memory
-from shardtrace.inspector.fake import compile_only
+from shardtrace.inspector.checking import memory
 from shardtrace.inspector.page import render
+from shardtrace.testing import compile_only
 
 import pytest
 import thunder

@@ -5,11 +5,10 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
-from passes.compat.private import THUNDER, TORCH, TRAINERS
-
 import pytest
 import thunder
 import torch
+from private_names import THUNDER, TORCH, TRAINERS
 
 ROOT = Path(__file__).parents[3]
 COMPAT = ROOT / "passes" / "compat"

@@ -7,7 +7,7 @@ import shardtrace  # isort: split
 from dataclasses import replace
 
 from passes.comm import cuts, direct, native, quantized, sequence
-from passes.kernels.vocabulary import LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import layout
 from passes.plan.layout import ShardLayout
 from passes.proof import certificates

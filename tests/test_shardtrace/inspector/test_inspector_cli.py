@@ -8,7 +8,7 @@ from pathlib import Path
 import shardtrace
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from shardtrace.cli import main
-from shardtrace.proving import Difference, Proof
+from shardtrace.inspector.checking import Difference, Proof
 
 import pytest
 import torch.distributed as dist

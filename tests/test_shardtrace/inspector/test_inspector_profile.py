@@ -5,8 +5,8 @@ import time
 from itertools import pairwise
 
 import shardtrace
-from shardtrace.inspector.fake import compile_only
 from shardtrace.inspector.timeline import _stopwatches, stacked
+from shardtrace.testing import compile_only
 
 import pytest
 import thunder

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 
-from shardtrace.model import freed_memory
+from shardtrace.ranks import mesh
 
 import pytest
 
@@ -33,7 +33,7 @@ PAGES = 40 * 1024  # of a step, at 4 KB
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_a_step_reuses_the_memory_of_the_last():
-    command = [sys.executable, "-c", SCRIPT, freed_memory.__file__]
+    command = [sys.executable, "-c", SCRIPT, mesh.__file__]
     result = subprocess.run(command, env={}, capture_output=True, text=True, check=True)
     assert int(result.stdout) < PAGES / 10
 
@@ -50,4 +50,4 @@ def test_settings_of_the_environment_are_left_alone(monkeypatch, name, value):
     for known in [n for n in os.environ if n.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
         monkeypatch.delenv(known)
     monkeypatch.setenv(name, value)
-    assert not freed_memory.keep_freed_memory()
+    assert not mesh.keep_freed_memory()

@@ -5,8 +5,7 @@ import copy
 from types import SimpleNamespace
 
 import shardtrace
-from shardtrace.inspector import fake
-from shardtrace.inspector.fake import compile_only
+from shardtrace.testing import compile_only
 
 import pytest
 import thunder
@@ -169,7 +168,7 @@ def test_names_that_are_no_words_of_python(fake_ranks):
     names = ("a-b", "a b", "a/b", "[0]", "a\nb", 'a"b', "*")
     model = Heads(*names)
     expected = model(X)
-    with fake.fake_ranks(1):
+    with fake_ranks(1):
         torch.testing.assert_close(thunder.jit(shardtrace.fsdp(copy.deepcopy(model)))(X), expected)
     fake_ranks(2)
     thunder.jit(shardtrace.fsdp(model))(X).sum().backward()
@@ -318,7 +317,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("kept", ALIASES)
 def test_a_tensor_on_the_memory_of_a_parameter(fake_ranks, kept):
-    with fake.fake_ranks(1):
+    with fake_ranks(1):
         shardtrace.fsdp(Held(ALIASES[kept]))(X)
     fake_ranks(2)
     shardtrace.fsdp(Held(ALIASES[kept]), sharding_strategy="ddp")  # stays where it is

@@ -1,10 +1,10 @@
 """``whole_copy``: a sharded model as it was before."""
 
 import shardtrace
-from shardtrace.inspector.fake import fake_ranks
 from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import states_in
-from shardtrace.options.planned import fingerprint
+from shardtrace.planner.training_plan import fingerprint
+from shardtrace.testing import fake_ranks
 
 import pytest
 import torch

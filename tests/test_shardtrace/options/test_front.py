@@ -2,7 +2,7 @@
 
 import re
 
-from shardtrace.options.planned import NARROW, WIDE, Row, _Axis, draw_front
+from shardtrace.planner.training_plan import NARROW, WIDE, Row, _Axis, draw_front
 
 import pytest
 

@@ -2,10 +2,10 @@
 
 import shardtrace
 from passes.plan.cost import cluster, hardware
-from shardtrace.inspector.fake import fake_ranks
 from shardtrace.options.policies import parse_allowed
 from shardtrace.planner.estimate import Setting, Task, optimizer_cost
 from shardtrace.planner.search import make_family
+from shardtrace.testing import fake_ranks
 
 import pytest
 from toy_gpt import RANKS, gpt, tokens

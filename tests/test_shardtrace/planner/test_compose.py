@@ -3,9 +3,9 @@
 import re
 
 from passes.analysis.verify import verify
-from shardtrace.inspector.fake import fake_ranks
 from shardtrace.planner.planning import compiled_estimate
 from shardtrace.planner.search import Candidate, Rounding, make_family
+from shardtrace.testing import fake_ranks
 
 import pytest
 import thunder

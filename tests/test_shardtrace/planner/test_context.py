@@ -5,9 +5,9 @@ from dataclasses import replace
 import shardtrace
 from shardtrace import ContextParallel
 from shardtrace.cli import main
-from shardtrace.inspector.fake import fake_ranks
-from shardtrace.options.planned import NoPlanFitsError
 from shardtrace.planner.planning import degrees
+from shardtrace.planner.training_plan import NoPlanFitsError
+from shardtrace.testing import fake_ranks
 
 import pytest
 import thunder

@@ -6,9 +6,9 @@ import re
 
 import shardtrace
 from shardtrace import CompilePolicy, MemoryBudget, MemoryBudgetError
-from shardtrace.inspector.fake import compile_only
 from shardtrace.planner import contract
 from shardtrace.planner.planning import compiled_estimate
+from shardtrace.testing import compile_only
 
 import pytest
 import thunder

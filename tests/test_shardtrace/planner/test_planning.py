@@ -10,10 +10,10 @@ from pathlib import Path
 import shardtrace
 from passes.plan import CostModel, Device, Link, Placement
 from shardtrace.cli import main
-from shardtrace.inspector.fake import fake_ranks
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import state_of
-from shardtrace.options.planned import choices_of, gib, ms, options_of
+from shardtrace.planner.training_plan import choices_of, gib, ms, options_of
+from shardtrace.testing import fake_ranks
 
 import pytest
 import thunder

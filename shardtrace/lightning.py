@@ -1,26 +1,49 @@
-"""The strategies of Lightning's Fabric and Trainer."""
+"""Strategies for Lightning's Fabric and Trainer. Importing this module registers both as "shardtrace". ::
 
+    import shardtrace.lightning
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(strategy="shardtrace", devices=2)  # or strategy=ShardtraceStrategy(sharding_strategy="zero2")
+    trainer = lightning.pytorch.Trainer(strategy="shardtrace", devices=2)  # or ShardtraceTrainerStrategy(...)
+
+Needs Lightning: ``pip install 'shardtrace[lightning]'``.
+"""
+
+# ruff: noqa: E402
 from __future__ import annotations
 
+from shardtrace.options.policies import Checks, InitPolicy, needs, sharing_dims
+
+needs("lightning", extra="lightning", what="shardtrace.lightning")
+
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from passes.compat.jit import jitted_module
+from passes.compat.jit import jitted_module, unjitted
 from shardtrace.api import fsdp
-from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
-from shardtrace.lightning import checkpoint
+from shardtrace.checkpoint import (
+    full_optimizer_state_dict,
+    latest_checkpoint,
+    load_checkpoint,
+    load_full_optimizer_state_dict,
+    load_safetensors,
+    save_checkpoint,
+)
+from shardtrace.checkpoint.files import CheckpointError, decode, find_checkpoint, read_index
+from shardtrace.checkpoint.state import model_state
+from shardtrace.checkpoint.storage import agreement
 from shardtrace.model.places import init_empty_weights
-from shardtrace.model.state import state_of
-from shardtrace.options.planned import mesh_dim_names
-from shardtrace.options.policies import Checks, InitPolicy, sharing_dims
+from shardtrace.model.state import state_of, states_in
+from shardtrace.planner.training_plan import mesh_dim_names
 from shardtrace.ranks.mesh import init_process_group
 from shardtrace.trainers import check_files
-from shardtrace.training.full import full_state_dict
+from shardtrace.training.full import full_state_dict, load_full_state_dict
 from shardtrace.training.gradients import clip_grad_norm_, no_sync
 
 import thunder
@@ -29,14 +52,173 @@ import torch.distributed as dist
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.pytorch import strategies
 from lightning.pytorch.plugins import precision as trainer_precision
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer import Trainer
 from thunder.core.module import ThunderModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+
+__all__ = ["ShardtraceStrategy", "ShardtraceTrainerStrategy", "jitted"]
+
+
+# ---- checkpoints of Fabric: a folder of shards, or one file as a single process writes it ----
+
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The state that a script passes to ``fabric.save`` or ``fabric.load``: its sharded model, optimizers by key, and
+    all other values."""
+
+    key: str
+    model: nn.Module
+    optimizers: dict[str, Optimizer]
+    others: dict[str, Any]
+
+    @property
+    def sorted_optimizers(self) -> list[Optimizer]:
+        return [self.optimizers[key] for key in sorted(self.optimizers)]
+
+
+def parts_of(state: Mapping[str, Any], call: str) -> Parts:
+    """Raises ValueError unless the state has exactly one sharded model."""
+    models = [key for key, value in state.items() if isinstance(value, nn.Module) and _is_sharded(value)]
+    if len(models) != 1:
+        raise ValueError(
+            f"{call} takes one model that fabric.setup has sharded, state={{'model': model, ...}}; there are "
+            f"{len(models)} in {[*state]}: use a path for each model"
+        )
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    others = {key: value for key, value in state.items() if key != models[0] and key not in optimizers}
+    return Parts(models[0], state[models[0]], optimizers, others)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return bool(states_in(unjitted(module)))
+
+
+# ---- a folder of shards ----
+
+
+def save_shards(path: Path, parts: Parts) -> None:
+    """Save to a folder. A save to the same folder replaces the one before once it is complete."""
+    last = latest_checkpoint(path)
+    step = 0 if last is None else int(last.name.removeprefix("step-")) + 1
+    others = {key: _state_of(value) for key, value in parts.others.items()}
+    extra = {"keys": [*others], "others": others}
+    save_checkpoint(path, parts.model, parts.sorted_optimizers, step=step, extra=extra, keep_last=1)
+
+
+def load_shards(path: Path, parts: Parts, state: MutableMapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Load a folder. Returns the values that the state does not ask for."""
+    with agreement(model_state(parts.model), f"the checkpoint {path}", KeyError):
+        _check_keys(parts.others, _keys_in(path), strict)
+    found: dict[str, Any] = load_checkpoint(path, parts.model, parts.sorted_optimizers).extra["others"]
+    return _restore(found, parts, state)
+
+
+def _keys_in(path: Path) -> list[str]:
+    pairs = read_index(find_checkpoint(path)).ranks[0]["extra"]
+    try:
+        return list(decode(dict(pairs["dict"])["keys"], {}))
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path} was not saved by fabric.save: load it by shardtrace.load_checkpoint") from None
+
+
+# ---- one file ----
+
+
+def save_file(path: Path, parts: Parts, filter_: Filter) -> None:
+    """Save whole tensors to one file, which the first rank writes. A file at this path is replaced once it is
+    complete."""
+    full: dict[str, Any] = {parts.key: full_state_dict(parts.model, rank0_only=True, cpu=True)}
+    for key, optimizer in parts.optimizers.items():
+        full[key] = full_optimizer_state_dict(parts.model, optimizer, rank0_only=True, cpu=True)
+    model = model_state(parts.model)
+    with agreement(model, f"the model saved to {path}"):
+        if model.rank == 0:
+            full |= {key: _state_of(value) for key, value in parts.others.items()}
+            for key, keeps in filter_.items():
+                if isinstance(full[key], Mapping):
+                    full[key] = {k: v for k, v in full[key].items() if keeps(k, v)}
+            _write(path, full)
+
+
+def _write(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder: state_dict_type='full' writes a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, temporary)
+        os.replace(temporary, path)
+    except Exception as problem:  # of the disk, or of pickling: every rank raises it
+        raise CheckpointError(f"cannot write {path}: {type(problem).__name__}: {problem}") from None
+
+
+def load_file(
+    path: Path, parts: Parts, state: MutableMapping[str, Any], *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a file of whole tensors. Each rank reads only its rows. Returns the values that the state does not ask
+    for."""
+    found = read_file(path, parts.model, weights_only)
+    with agreement(model_state(parts.model), f"the checkpoint {path}", KeyError):
+        _check_keys(state, [*found], strict)
+    if parts.key in found:
+        load_full_state_dict(parts.model, found.pop(parts.key), strict=strict)
+    for key, optimizer in parts.optimizers.items():
+        if key in found:
+            load_full_optimizer_state_dict(parts.model, optimizer, found.pop(key))
+    return _restore(found, parts, state)
+
+
+def load_raw(path: Path, model: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+    """Load a whole state dict, from a file of torch.save or from safetensors files, into shards."""
+    if path.is_dir() or path.suffix in (".safetensors", ".json"):
+        load_safetensors(path, model, strict=strict)
+    else:
+        load_full_state_dict(model, read_file(path, model, weights_only), strict=strict)
+
+
+def read_file(path: Path, model: nn.Module, weights_only: bool | None) -> dict[str, Any]:
+    """The contents of a file of torch.save, mapped into memory. Raises CheckpointError on every rank."""
+    with agreement(model_state(model), f"the file {path}"):
+        try:
+            found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        except Exception as problem:  # torch raises many kinds: every rank raises it
+            raise CheckpointError(f"cannot load {path}: {type(problem).__name__}: {problem}") from None
+    return found
+
+
+# ---- both ----
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _check_keys(wanted: Mapping[str, Any], saved: list[str], strict: bool) -> None:
+    missing = [key for key in wanted if key not in saved]
+    if strict and missing:
+        raise KeyError(f"{missing[0]!r} is not in the checkpoint, which has {saved}: pass strict=False to leave it out")
+
+
+def _restore(found: dict[str, Any], parts: Parts, state: MutableMapping[str, Any]) -> dict[str, Any]:
+    for key, value in parts.others.items():
+        if key not in found:
+            continue
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(found.pop(key))
+        else:
+            state[key] = found.pop(key)
+    return found
+
 
 # ---- what both have in common ----
 
@@ -254,11 +436,11 @@ class ShardtraceStrategy(DDPStrategy):
             raise TypeError("ShardtraceStrategy takes no storage_options, because it uses no CheckpointIO")
         if filter and self.state_dict_type == "sharded":
             raise NotImplementedError("a sharded checkpoint is saved whole: use state_dict_type='full' with a filter")
-        parts, path = checkpoint.parts_of(state, "save"), Path(self.broadcast(path))
+        parts, path = parts_of(state, "save"), Path(self.broadcast(path))
         if self.state_dict_type == "sharded":
-            checkpoint.save_shards(path, parts)
+            save_shards(path, parts)
         else:
-            checkpoint.save_file(path, parts, filter or {})
+            save_file(path, parts, filter or {})
 
     def load_checkpoint(
         self,
@@ -284,12 +466,12 @@ class ShardtraceStrategy(DDPStrategy):
             )
         path = Path(self.broadcast(path))
         if isinstance(state, nn.Module):
-            checkpoint.load_raw(path, state, strict=strict, weights_only=weights_only)
+            load_raw(path, state, strict=strict, weights_only=weights_only)
             return {}
-        parts = checkpoint.parts_of(state, "load")
+        parts = parts_of(state, "load")
         if path.is_dir():
-            return checkpoint.load_shards(path, parts, state, strict=strict)
-        return checkpoint.load_file(path, parts, state, strict=strict, weights_only=weights_only)
+            return load_shards(path, parts, state, strict=strict)
+        return load_file(path, parts, state, strict=strict, weights_only=weights_only)
 
 
 def jitted(model: nn.Module) -> ThunderModule:
@@ -464,3 +646,7 @@ class ShardtraceTrainerStrategy(strategies.DDPStrategy):
 def _whole_state_dict(module: nn.Module, **options: Any) -> Any:
     """What a callback saves of a sharded module, when it is called without options."""
     return type(module).state_dict(module, **options) if options else full_state_dict(module, rank0_only=True, cpu=True)
+
+
+for registry, strategy in (STRATEGY_REGISTRY, ShardtraceStrategy), (StrategyRegistry, ShardtraceTrainerStrategy):
+    registry.register("shardtrace", strategy, description="FSDP by shardtrace, compiled by Thunder", override=True)

@@ -72,7 +72,7 @@ def palette(scope: str) -> str:
 
 
 def _resource(name: str) -> str:
-    return resources.files("shardtrace.options").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("shardtrace.planner").joinpath(name).read_text(encoding="utf-8")
 
 
 def render(shown: Shown) -> str:
