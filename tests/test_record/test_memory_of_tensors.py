@@ -1,6 +1,7 @@
 """Which tensor is this, and whose memory? What forward writes, and what a script replaces between steps."""
 
 import types
+from functools import partial
 
 import shardtrace
 from shardtrace.record.memory import Memory, overlap
@@ -35,9 +36,10 @@ class Net(nn.Module):
 
 
 def runs_as_eager(forward, between=lambda net, step: None, args=lambda net, step: (), steps=3, build=lambda net: None):
-    """Three steps of AdamW; between them ``between`` changes what the script changes."""
-    found = []
-    for wrap in (lambda net: net, shardtrace.fsdp):
+    """Three steps of AdamW; between them ``between`` changes what the script changes. No step is recorded again, which
+    would see what a guard does not."""
+    found, sharded = [], partial(shardtrace.fsdp, checks=shardtrace.Checks(recording=False))
+    for wrap in (lambda net: net, sharded):
         torch.manual_seed(0)
         GLOBAL.zero_()
         build(net := Net(forward))
