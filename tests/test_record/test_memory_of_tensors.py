@@ -150,7 +150,7 @@ def grows(net, step):
 def comes_and_goes(net, step):
     net.none = torch.full((4,), float(step)) if step % 2 == 0 else None
     net.buffer = None if step == 0 else torch.ones(4, dtype=torch.float64)
-    net.held = lambda: []
+    net.held = list  # the same in each step: a change of an attribute is seen
 
 
 def is_registered_again(net, step):
@@ -258,11 +258,11 @@ def test_metadata_that_a_script_changes_in_place(single_rank, kind, names):
     def build(net):
         net.register_buffer("own", torch.ones(4))
         net.parameter = nn.Parameter(torch.ones(4))
+        net.held = lambda: []  # here: each change of an attribute is seen, whatever else is
 
     def between(net, step):
         turn, number = divmod(step, len(names))
         change(net if kind == "new" else getattr(net, names[number]), turn + 1)
-        net.held = lambda: []
 
     def forward(net, y):
         return y * float(sum(read(net, getattr(net, name)) for name in names))
