@@ -152,9 +152,9 @@ CONTEXT = ("data", "context")
 @exhibit("attention: gradients of keys and values are not summed", "NVIDIA/TransformerEngine/issues/1557", mesh=CONTEXT)
 def not_summed(line: BoundSymbol) -> Proxy | None:
     """Each rank keeps what its own queries contribute."""
-    if line.sym is sequence.issue_scatter:
+    if line.sym is sequence.SCATTER.issue:
         return line.args[0]
-    return sequence.cut(line.args[0], line.args[1]) if line.sym is sequence.wait_scatter else None
+    return sequence.cut(line.args[0], line.args[1]) if line.sym is sequence.SCATTER.wait else None
 
 
 SPLIT: dict[str, Any] = {"within": "split_sequence", "mesh": CONTEXT}

@@ -29,6 +29,10 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import NOTHING, Flow
 from passes.analysis.recognise import (
+    OFFLOAD_WAITS,
+    OFFLOADS,
+    REDUCTION_WAITS,
+    REDUCTIONS,
     bucket_of,
     is_backward,
     is_deletion,
@@ -39,7 +43,7 @@ from passes.analysis.recognise import (
     issues_future,
     waits_for_future,
 )
-from passes.comm.symbols import OFFLOADS, REDUCTIONS, Folds, Property, accumulate, accumulated, symbol
+from passes.comm.symbols import Folds, Property, accumulate, accumulated, symbol
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket, Gradients, Level, Runtime, Step, TracedParameters
 from passes.plan.runtime import Sources, Unused
@@ -54,7 +58,7 @@ from thunder.executors.passes import del_last_used
 
 ALWAYS = Sources([-1])  # of what has a gradient in each backward
 TAKES = {*REDUCTIONS, *OFFLOADS, accumulate.id, accumulated.id}
-GIVES = {*REDUCTIONS.values(), *OFFLOADS.values(), accumulated.id}
+GIVES = {*REDUCTION_WAITS, *OFFLOAD_WAITS, accumulated.id}
 
 
 class Uses(NamedTuple):

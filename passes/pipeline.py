@@ -31,12 +31,23 @@ from typing import Any, Literal, NamedTuple
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
 from passes.blocks import Inner, copy_of, outline, share_fusions
+from passes.borders import (
+    Guard,
+    Rebuild,
+    Setter,
+    compare_ranks,
+    delay_writes,
+    insert_guards,
+    keep_stream,
+    merge_checks,
+    rebuild_result,
+    set_state,
+    watch_backward,
+)
 from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
-from passes.epilogue import Rebuild, Setter, delay_writes, keep_stream, rebuild_result, set_state, watch_backward
 from passes.gradients import accumulate_gradients, drop_unused
-from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.callable import Border

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.comm.symbols import ALL_GATHER, REDUCE_SCATTER
 from passes.plan import Bucket, BucketPlan, Member, ShardedParameter
 
 import torch
@@ -55,14 +55,13 @@ def build(plan: BucketPlan, rows: list[list[int]], steps: list[Step], *, backwar
                 total = torchex.add(total, values[v])
             for i in step.buckets:
                 if i not in full:
-                    full[i] = wait_all_gather(all_gather(shards[i], buckets[i]), buckets[i])
+                    full[i] = ALL_GATHER(shards[i], buckets[i])
                 for member in full[i]:
                     total = torchex.add(total, torchex.sum(member))
             values.append(torchex.mul(total, 0.5))
             if step.reduce is not None:
                 grads = tuple(torchex.expand(values[-1], m.parameter.full_shape) for m in buckets[step.reduce].members)
-                future = reduce_scatter(grads, buckets[step.reduce])
-                reduced += wait_reduce_scatter(future, buckets[step.reduce])
+                reduced += REDUCE_SCATTER(grads, buckets[step.reduce])
         prims.python_return((*values, *reduced))
     trace._siginfo = _signature(trace)
     if backward:

@@ -11,7 +11,6 @@ It also lists the collectives of a trace, as plain rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,6 +18,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from passes.analysis.calls import BlockFunction, block_function
 from passes.analysis.dry_run import Result, Values, blank, dry_run, rehearse, silent, storage_key, storages, wire_state
 from passes.analysis.recognise import (
+    GATHER_WAITS,
+    GATHERS,
+    ISSUED,
+    REDUCTIONS,
     bucket_of,
     is_backward,
     is_collective,
@@ -34,8 +37,8 @@ from passes.analysis.recognise import (
     part_at,
     unsharded_values,
 )
-from passes.comm.sequence import issue_gather, issue_scatter, issue_sum
-from passes.comm.symbols import GATHERS, REDUCTIONS, accumulate, accumulated, all_gather
+from passes.comm.sequence import bytes_of
+from passes.comm.symbols import ALL_GATHER, accumulate, accumulated
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
@@ -94,20 +97,9 @@ def _row(bsym: BoundSymbol, phase: str) -> Collective:
     return Collective(bsym.sym.name, phase, bucket.label, bucket.travels_as, bucket.bytes, parameters)
 
 
-def sequence_crossings(bsym: BoundSymbol) -> int:
-    """How often each byte of a collective of a sequence is sent: twice in a sum."""
-    return 2 if bsym.sym.id == issue_sum.id else 1
-
-
 def sequence_bytes(bsym: BoundSymbol) -> int:
     """The bytes of the whole value that a collective of a sequence moves, padding included."""
-    x, part = bsym.args[0], part_at(bsym)
-    whole = x.numel
-    if bsym.sym.id == issue_gather.id:
-        whole = x.numel * part.plan.ranks
-    elif bsym.sym.id == issue_scatter.id:
-        whole = math.prod(part.local_shape(tuple(x.shape))) * part.plan.ranks
-    return int(whole * x.dtype.bytes)
+    return bytes_of(ISSUED[bsym.sym.id], bsym.args[0], part_at(bsym))
 
 
 # inputs: held by the caller during the whole call (shards, the batch); unsharded: gathered parameters; in_flight: held
@@ -391,7 +383,7 @@ def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
     """The role of memory that a line allocates for its output ``name``."""
     if is_issue(bsym) or is_sequence_issue(bsym):
         return "in_flight"
-    if bsym.sym.id in GATHERS.values() or name in unsharded:
+    if bsym.sym.id in GATHER_WAITS or name in unsharded:
         return "unsharded"
     return "gradients" if is_wait(bsym) else "activations"
 
@@ -406,7 +398,7 @@ def _shards(trace: TraceCtx) -> Values:
     """Shards as ``fsdp`` lays them out: a bucket's lie one after the other, so that they need no packing."""
     found: Values = {}
     for bsym in trace.bound_symbols:
-        if bsym.sym.id == all_gather.id:
+        if bsym.sym.id == ALL_GATHER.issue.id:
             tensors = [blank(a) for a in bsym.args[0]]
             flat = torch.cat([t.reshape(-1) for t in tensors])
             pieces = flat.split([t.numel() for t in tensors])

@@ -21,8 +21,8 @@ import operator
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from passes.comm.sequence import SEQUENCE_WAITS, Part, issue_to_heads, issue_to_positions
-from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, Property, keep_shards, synchronize, wait_copies
+from passes.comm.sequence import VALUES, Part
+from passes.comm.symbols import BUCKETS, CollectiveOp, Property, keep_shards, synchronize, wait_copies
 from passes.compat.jit import differentiating_executor, fake_argument, grad_rule_of
 from passes.kernels.aten import draws, operator_of
 from passes.kernels.registration import executor as kernels
@@ -195,8 +195,23 @@ def module_of(bsym: BoundSymbol) -> str | None:
     return next((tag.name for tag in bsym.tags if isinstance(tag, InModule)), None)
 
 
-ISSUES = frozenset((*GATHERS, *REDUCTIONS))
-WAITS = frozenset((*GATHERS.values(), *REDUCTIONS.values()))
+ISSUED: Mapping[Hashable, CollectiveOp] = {op.issue.id: op for op in (*BUCKETS, *VALUES)}
+AWAITED: Mapping[Hashable, CollectiveOp] = {op.wait.id: op for op in (*BUCKETS, *VALUES)}
+
+
+def _ids(*carries: str) -> tuple[frozenset[Hashable], frozenset[Hashable]]:
+    """The ids of the symbols that issue collectives of these kinds of cargo, and of those that wait for them."""
+    tables = (frozenset(id for id, op in table.items() if op.carries in carries) for table in (ISSUED, AWAITED))
+    issues, waits = tables
+    return issues, waits
+
+
+ISSUES, WAITS = _ids("parameters", "gradients")
+FUTURES, FUTURE_WAITS = _ids("parameters", "gradients", "copy")
+GATHERS, GATHER_WAITS = _ids("parameters")
+REDUCTIONS, REDUCTION_WAITS = _ids("gradients")
+OFFLOADS, OFFLOAD_WAITS = _ids("copy")
+SEQUENCES, SEQUENCE_WAITS = _ids("value")
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
@@ -213,16 +228,11 @@ def is_collective(bsym: BoundSymbol) -> bool:
 
 def is_sequence_issue(bsym: BoundSymbol) -> bool:
     """True for a line that issues a collective of a sequence."""
-    return bsym.sym.id in SEQUENCE_WAITS
+    return bsym.sym.id in SEQUENCES
 
 
 def is_sequence_wait(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in SEQUENCE_WAITS.values()
-
-
-def is_exchange(bsym: BoundSymbol) -> bool:
-    """True for a line that issues an exchange of heads and positions."""
-    return bsym.sym.id in (issue_to_heads.id, issue_to_positions.id)
+    return bsym.sym.id in SEQUENCE_WAITS
 
 
 def part_at(bsym: BoundSymbol) -> Part:
@@ -233,12 +243,12 @@ def part_at(bsym: BoundSymbol) -> Part:
 
 def is_gather(bsym: BoundSymbol) -> bool:
     """True for both halves of a gather."""
-    return bsym.sym.id in GATHERS or bsym.sym.id in GATHERS.values()
+    return bsym.sym.id in GATHERS or bsym.sym.id in GATHER_WAITS
 
 
 def is_offload(bsym: BoundSymbol) -> bool:
     """True for both halves of a copy of gradients to the host."""
-    return bsym.sym.id in OFFLOADS or bsym.sym.id in OFFLOADS.values()
+    return bsym.sym.id in OFFLOADS or bsym.sym.id in OFFLOAD_WAITS
 
 
 def ends_copies(bsym: BoundSymbol) -> bool:
@@ -248,12 +258,12 @@ def ends_copies(bsym: BoundSymbol) -> bool:
 
 def issues_future(bsym: BoundSymbol) -> bool:
     """True for a line that issues a collective or a copy to the host: its output is a future."""
-    return is_issue(bsym) or bsym.sym.id in OFFLOADS
+    return bsym.sym.id in FUTURES
 
 
 def waits_for_future(bsym: BoundSymbol) -> bool:
     """True for a line that waits for a future."""
-    return is_wait(bsym) or bsym.sym.id in OFFLOADS.values()
+    return bsym.sym.id in FUTURE_WAITS
 
 
 def is_return(bsym: BoundSymbol) -> bool:
@@ -443,7 +453,7 @@ def parameter_aliases(trace: TraceCtx) -> set[str]:
                 mark(part)
         sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         is_alias = properties(bsym.sym).is_alias and sources and all(name in found for name in sources)
-        if is_alias or bsym.sym.id in GATHERS.values():
+        if is_alias or bsym.sym.id in GATHER_WAITS:
             found.update(o.name for o in bsym.flat_proxy_outs)
 
     for bsym in trace.bound_symbols:
@@ -453,7 +463,7 @@ def parameter_aliases(trace: TraceCtx) -> set[str]:
 
 def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> None:
     """Adds the outputs of a line to ``found``. Constants have no bucket."""
-    if bsym.sym.id in GATHERS.values():
+    if bsym.sym.id in GATHER_WAITS:
         buckets = frozenset([bucket_of(bsym)])
     elif is_collective(bsym) or is_return(bsym) or is_deletion(bsym) or bsym.sym.id == keep_shards.id:
         return

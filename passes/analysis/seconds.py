@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import BlockFunction, block_function
 from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
-from passes.analysis.liveness import sequence_bytes, sequence_crossings
+from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import (
+    ISSUED,
     bucket_of,
-    is_exchange,
     is_gather,
     is_issue,
     is_offload,
@@ -209,12 +209,12 @@ def link_seconds(issue: BoundSymbol) -> float:
 def sequence_seconds(cost: CostModel, issue: BoundSymbol) -> float:
     """A collective of a sequence, from its issue to its arrival on an otherwise idle link. Its ranks are taken to
     follow each other, as those of the inner dimension of a mesh do."""
-    return cost.collective_seconds(**_sequence(issue), exchanged=is_exchange(issue))
+    return cost.collective_seconds(**_sequence(issue), exchanged=ISSUED[issue.sym.id].exchanges)
 
 
 def _sequence(issue: BoundSymbol) -> dict[str, Any]:
     """The bytes of a collective of a sequence, and the ranks among which they travel."""
-    return {"nbytes": sequence_crossings(issue) * sequence_bytes(issue), "ranks": part_at(issue).plan.ranks}
+    return {"nbytes": ISSUED[issue.sym.id].crossings * sequence_bytes(issue), "ranks": part_at(issue).plan.ranks}
 
 
 def latency_seconds(issue: BoundSymbol) -> float:

@@ -18,7 +18,7 @@
 
 For what a called block saves, 4 and 6 hold too.
 
-A trace knows nothing of other ranks. :mod:`passes.guards` checks that all ranks issue the same collectives in
+A trace knows nothing of other ranks. :mod:`passes.borders` checks that all ranks issue the same collectives in
 the same order.
 
 Invariant 7 in detail. A device works on several streams at once: compute, collectives, copies to and from the host. A
@@ -47,6 +47,8 @@ from typing import NamedTuple, NoReturn
 from passes.analysis.calls import block_function, block_functions
 from passes.analysis.printing import line_text
 from passes.analysis.recognise import (
+    AWAITED,
+    ISSUED,
     bucket_of,
     ends_copies,
     is_backward,
@@ -57,7 +59,6 @@ from passes.analysis.recognise import (
     is_offload,
     is_return,
     is_sequence_issue,
-    is_sequence_wait,
     is_unpack,
     issues_future,
     names,
@@ -65,9 +66,7 @@ from passes.analysis.recognise import (
     properties,
     unsharded_values,
     updated_by,
-    waits_for_future,
 )
-from passes.comm.sequence import issue_gather, issue_to_heads
 from passes.plan import Bucket, BucketPlan, ShardedParameter, inflight_limits
 
 from thunder.core import prims
@@ -158,13 +157,9 @@ def actions(trace: TraceCtx, streams: Streams | None = None) -> Iterator[Work | 
             yield Work(i, COMPUTE, NONE, streams.freed(a.name for a in bsym.flat_proxy_args))
         elif is_return(bsym):
             yield from streams.leave(i, bsym)
-        elif is_sequence_issue(bsym):
-            yield from streams.issue_sequence(i, bsym)
-        elif is_sequence_wait(bsym):
-            yield from streams.wait(i, bsym)
-        elif issues_future(bsym):
+        elif bsym.sym.id in ISSUED:
             yield from streams.issue(i, bsym)
-        elif waits_for_future(bsym):
+        elif bsym.sym.id in AWAITED:
             yield from streams.wait(i, bsym)
         elif ends_copies(bsym):
             yield from (Wait(i, HOST, copy) for copy in streams.copies)
@@ -214,20 +209,22 @@ class Streams:
         yield Work(i, HOST, results & self._grads_on_host, frozenset(self._shards_on_host))
 
     def issue(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
-        future, given = bsym.output.name, self.memory(a.name for a in bsym.args[0])
+        op, of = ISSUED[bsym.sym.id], bsym.args[1]
+        of_bucket = isinstance(of, Bucket)
+        future, given = bsym.output.name, self.memory(names(bsym.args[0]))
         sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
         self._name(bsym, f"{future}.received")
-        direct = bucket_of(bsym).plan.direct
-        in_place = is_gather(bsym) or direct  # may be sent from where they are
-        if in_place or is_offload(bsym):
+        direct = of_bucket and of.plan.direct
+        in_place = op.takes == "part" or direct  # may be sent from where it is
+        if in_place:
             self._kept |= given  # by the caller, the future, or the allocator (Tensor.record_stream)
-        if is_offload(bsym):
+        if op.carries == "copy":
             yield Work(i, COMPUTE, given, sent)
             yield Wait(i, future, COMPUTE)
             yield Work(i, future, given | sent, received)
             self.copies.append(future)
             self._grads_on_host |= received
-        elif is_gather(bsym) and bucket_of(bsym).plan.host is not None:
+        elif op.carries == "parameters" and of.plan.host is not None:
             self._shards_on_host |= given
             yield Work(i, COMPUTE, NONE, sent | received)  # allocated on this stream
             copy = f"{future}.copy"
@@ -243,17 +240,6 @@ class Streams:
             yield Work(i, future, sent | given if in_place else sent, received)
             if direct:
                 self._own[future] = given
-
-    def issue_sequence(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
-        future, given = bsym.output.name, self.memory([bsym.args[0].name])
-        sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
-        self._name(bsym, f"{future}.received")
-        in_place = bsym.sym.id in (issue_gather.id, issue_to_heads.id)  # may be sent from where it is
-        if in_place:
-            self._kept |= given  # by the future
-        yield Work(i, COMPUTE, given, sent | received)
-        yield Wait(i, future, COMPUTE)
-        yield Work(i, future, sent | given if in_place else sent, received)
 
     def wait(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
         future = bsym.args[0].name
@@ -354,9 +340,9 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
     issued: dict[str, int] = {}
     waited: set[str] = set()
     for i, bsym in enumerate(lines):
-        if issues_future(bsym) or is_sequence_issue(bsym):
+        if bsym.sym.id in ISSUED:
             issued[bsym.output.name] = i
-        elif waits_for_future(bsym) or is_sequence_wait(bsym):
+        elif bsym.sym.id in AWAITED:
             future = bsym.args[0].name
             if future in waited:
                 _fail(lines, i, f"future {future} is waited for twice")

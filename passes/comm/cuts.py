@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from passes.comm import messages
 from passes.comm.messages import InFlight
 from passes.plan import Bucket
-from passes.plan.layout import summed_to
+from passes.plan.bucket import summed_to
 
 import torch
 import torch.distributed as dist

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from passes.comm import messages
 from passes.comm.native import finish_all_reduce, issue_all_reduce  # noqa: F401  gloo's own
 from passes.plan import Bucket, Member
-from passes.plan.layout import summed_to
+from passes.plan.bucket import summed_to
 
 import torch
 

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 from passes.comm import messages
 from passes.plan import Bucket, Ends, Member, Placement, Wire
+from passes.plan.bucket import Layout, summed_to
 from passes.plan.cost import Kernels
-from passes.plan.layout import Layout, summed_to
 
 import torch
 from thunder.core import dtypes

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from passes.comm.messages import InFlight
-from passes.comm.symbols import Property, symbol
+from passes.comm.symbols import CollectiveOp, Held, Property, symbol
 from passes.compat.versions import all_gather_single, reduce_scatter_single
 from passes.plan.plan import ContextPlan, Split
 
@@ -240,79 +240,41 @@ cut = symbol(
 )
 widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
 
-issue_gather = symbol("all_gather_parts", lambda x, part: _future(x, tuple(x.shape)), _issue_gather)
-wait_gather = symbol(
-    "wait_all_gather_parts",
-    lambda future, part: _like(future, part.whole_shape(tuple(future.shape))),
-    _wait_gather,
-    properties=Property.PARTS,
-)
-issue_scatter = symbol(
-    "reduce_scatter_parts", lambda whole, part: _future(whole, tuple(whole.shape)), _issue_scatter,
-    properties=Property.PARTS,
-)  # fmt: skip
-wait_scatter = symbol(
-    "wait_reduce_scatter_parts",
-    lambda future, part, shape: _like(future, part.local_shape(tuple(shape))),
-    _wait_scatter,
-    properties=Property.PARTS,
-)
-issue_sum = symbol("all_reduce_parts", lambda x, part: _future(x, tuple(x.shape)), _issue_sum)
-wait_sum = symbol("wait_all_reduce_parts", lambda future, part: _like(future, tuple(future.shape)), _wait_sum)
 
-issue_to_heads = symbol(
-    "all_to_all_heads", lambda x, part: _future(x, _with_share(tuple(x.shape), 1 / part.plan.ranks)), _issue_to_heads,
-    properties=Property.PARTS,
-)  # fmt: skip
-wait_to_heads = symbol(
-    "wait_all_to_all_heads",
-    lambda future, part: _like(future, part.whole_shape(tuple(future.shape))),
-    _wait_gather,
-    properties=Property.PARTS,
-)
-issue_to_positions = symbol(
-    "all_to_all_positions", lambda heads, part: _future(heads, tuple(heads.shape)), _issue_to_positions,
-    properties=Property.PARTS,
-)  # fmt: skip
-wait_to_positions = symbol(
-    "wait_all_to_all_positions",
-    lambda future, part, shape: _like(future, _with_share(part.local_shape(tuple(shape)), part.plan.ranks)),
-    _wait_to_positions,
-    properties=Property.PARTS,
-)
+def _collective(name: str, issue: Any, wait: Any, takes: Held, gives: Held, *, adds: bool = False) -> CollectiveOp:
+    """A collective of parts of values, whose lines have these functions."""
 
-SEQUENCE_WAITS = {
-    issue_gather.id: wait_gather.id,
-    issue_scatter.id: wait_scatter.id,
-    issue_sum.id: wait_sum.id,
-    issue_to_heads.id: wait_to_heads.id,
-    issue_to_positions.id: wait_to_positions.id,
-}
+    def future(x: TensorProxy, part: Part) -> FutureTensorProxy:
+        shape = tuple(x.shape)
+        return _future(x, _with_share(shape, 1 / part.plan.ranks) if gives == "heads" else shape)
+
+    def result(future: FutureTensorProxy, part: Part, *shape: tuple[int, ...]) -> TensorProxy:
+        if gives == "part":
+            local = part.local_shape(tuple(shape[0]))
+            return _like(future, _with_share(local, part.plan.ranks) if takes == "heads" else local)
+        return _like(future, tuple(future.shape) if takes == gives else part.whole_shape(tuple(future.shape)))
+
+    packs = Property.FREE if gives == "whole" else Property.PARTS
+    unpacks = Property.FREE if takes == gives else Property.PARTS
+    lines = symbol(name, future, issue, properties=packs), symbol(f"wait_{name}", result, wait, properties=unpacks)
+    return CollectiveOp(*lines, "value", takes, gives, adds)
 
 
-def _gather(x: TensorProxy, part: Part) -> TensorProxy:
-    found: TensorProxy = wait_gather(issue_gather(x, part), part)
-    return found
+GATHER = _collective("all_gather_parts", _issue_gather, _wait_gather, "part", "whole")
+SCATTER = _collective("reduce_scatter_parts", _issue_scatter, _wait_scatter, "whole", "part", adds=True)
+SUM = _collective("all_reduce_parts", _issue_sum, _wait_sum, "whole", "whole", adds=True)
+TO_HEADS = _collective("all_to_all_heads", _issue_to_heads, _wait_gather, "part", "heads")
+TO_POSITIONS = _collective("all_to_all_positions", _issue_to_positions, _wait_to_positions, "heads", "part")
+VALUES = GATHER, SCATTER, SUM, TO_HEADS, TO_POSITIONS
 
 
-def _scatter(whole: TensorProxy, part: Part) -> TensorProxy:
-    found: TensorProxy = wait_scatter(issue_scatter(whole, part), part, tuple(whole.shape))
-    return found
-
-
-def _sum(x: TensorProxy, part: Part) -> TensorProxy:
-    found: TensorProxy = wait_sum(issue_sum(x, part), part)
-    return found
-
-
-def _to_heads(x: TensorProxy, part: Part) -> TensorProxy:
-    found: TensorProxy = wait_to_heads(issue_to_heads(x, part), part)
-    return found
-
-
-def _to_positions(heads: TensorProxy, part: Part) -> TensorProxy:
-    found: TensorProxy = wait_to_positions(issue_to_positions(heads, part), part, tuple(heads.shape))
-    return found
+def bytes_of(op: CollectiveOp, x: TensorProxy, part: Part) -> int:
+    """The bytes of the whole value that a collective moves for all ranks, padding included."""
+    numel = x.numel
+    if op.exchanges or op is SUM:
+        return int(numel * x.dtype.bytes)
+    local = math.prod(part.local_shape(tuple(x.shape))) if op.adds else numel
+    return int(local * part.plan.ranks * x.dtype.bytes)
 
 
 def _copy(x: TensorProxy, *_: Any) -> TensorProxy:
@@ -320,12 +282,12 @@ def _copy(x: TensorProxy, *_: Any) -> TensorProxy:
     return found
 
 
-gather_parts = symbol("gather_parts", _gather, None)
-scatter_parts = symbol("scatter_parts", _scatter, None)
-sum_parts = symbol("sum_parts", _sum, None)
-exchange_heads = symbol("exchange_heads", _to_heads, None)
-exchange_positions = symbol("exchange_positions", _to_positions, None)
-gather_output = symbol("gather_output", _gather, None)  # at the border of the model
+gather_parts = symbol("gather_parts", GATHER, None)
+scatter_parts = symbol("scatter_parts", SCATTER, None)
+sum_parts = symbol("sum_parts", SUM, None)
+exchange_heads = symbol("exchange_heads", TO_HEADS, None)
+exchange_positions = symbol("exchange_positions", TO_POSITIONS, None)
+gather_output = symbol("gather_output", GATHER, None)  # at the border of the model
 to_output = symbol("to_output", _copy, None)
 from_input = symbol("from_input", _copy, None)
 
@@ -342,11 +304,11 @@ def _with_gradient(sym: Symbol, forward: Any, backward: Any) -> None:
 
 
 _with_gradient(cut, cut, widen)
-_with_gradient(gather_parts, _gather, _scatter)
-_with_gradient(scatter_parts, _scatter, _gather)
-_with_gradient(sum_parts, _sum, _sum)
-_with_gradient(exchange_heads, _to_heads, _to_positions)
-_with_gradient(exchange_positions, _to_positions, _to_heads)
-_with_gradient(gather_output, _gather, lambda g, part: cut(g, part.of_gradients))
+_with_gradient(gather_parts, GATHER, SCATTER)
+_with_gradient(scatter_parts, SCATTER, GATHER)
+_with_gradient(sum_parts, SUM, SUM)
+_with_gradient(exchange_heads, TO_HEADS, TO_POSITIONS)
+_with_gradient(exchange_positions, TO_POSITIONS, TO_HEADS)
+_with_gradient(gather_output, GATHER, lambda g, part: cut(g, part.of_gradients))
 _with_gradient(to_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
-_with_gradient(from_input, _copy, _sum)
+_with_gradient(from_input, _copy, SUM)

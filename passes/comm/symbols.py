@@ -34,14 +34,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from passes.comm import cuts, direct, native
 from passes.compat.jit import symbol_that_calls
 from passes.compat.versions import is_profiling
 from passes.plan import Axis, Bucket, Level, Placement, ShardedParameter
-from passes.plan.layout import summed_to
+from passes.plan.bucket import summed_to
 
 import torch
 from thunder.core.codeutils import ContextObject
@@ -172,11 +173,6 @@ class _FromHost(NamedTuple):
     places: tuple[torch.Tensor, ...]
 
 
-_issue_all_gather, _finish_all_gather = _pair("all_gather")
-_issue_reduce_scatter, _finish_reduce_scatter = _pair("reduce_scatter")
-_issue_all_reduce, _finish_all_reduce = _pair("all_reduce")
-
-
 def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return tuple(p.to(bucket.layout.dtype) for p in params)
 
@@ -278,56 +274,85 @@ def _keep_shards_meta(full: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[Te
     return _shards(full[0].device, bucket, bucket.dtype)
 
 
-all_gather = symbol("all_gather", _all_gather_meta, _issue_all_gather)
-wait_all_gather = symbol("wait_all_gather", _wait_all_gather_meta, _finish_all_gather)
-reduce_scatter = symbol("reduce_scatter", _reduce_scatter_meta, _issue_reduce_scatter)
-wait_reduce_scatter = symbol("wait_reduce_scatter", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+Held = Literal["part", "heads", "whole"]
 
 
-broadcast = symbol("broadcast", _all_gather_meta, _issue_all_gather)
-wait_broadcast = symbol("wait_broadcast", _wait_all_gather_meta, _finish_all_gather)
-reduce = symbol("reduce", _reduce_scatter_meta, _issue_reduce_scatter)
-wait_reduce = symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+@dataclass(frozen=True, eq=False)
+class CollectiveOp:
+    """A collective: the symbol that issues it, the one that waits for it, and what a pass, a cost or a law asks of it.
+
+    ``carries``: a bucket's "parameters" or "gradients", a "value" of which ranks hold parts
+    (:mod:`passes.comm.sequence`), or a "copy" of gradients to the host, which each rank makes by itself.
+    ``takes``, ``gives``: what a rank has before and afterwards. ``adds``: the values of ranks are added up.
+    """
+
+    issue: Symbol
+    wait: Symbol
+    carries: Literal["parameters", "gradients", "value", "copy"]
+    takes: Held
+    gives: Held
+    adds: bool = False
+
+    @property
+    def crossings(self) -> int:
+        """How often each byte is sent: twice if all ranks get the whole of a sum."""
+        return 2 if self.adds and self.gives == "whole" else 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether each rank sends other bytes to each rank."""
+        return "heads" in (self.takes, self.gives)
+
+    @property
+    def needs_shape(self) -> bool:
+        """Whether the wait takes the shape of the value that was sent, which the future does not tell."""
+        return self.carries == "value" and self.gives == "part"
+
+    def __call__(self, value: Any, of: Any) -> Any:
+        """Adds both lines to the trace that is being made, for a bucket or a part."""
+        issue, wait = self.issue, self.wait
+        shape = (tuple(value.shape),) if self.needs_shape else ()
+        return wait(issue(value, of), of, *shape)
+
+
+def _of_buckets(name: str, carries: Literal["parameters", "gradients"], gives: Held, runs: str = "") -> CollectiveOp:
+    """A collective of buckets. ``runs``: the functions of transports that it calls, if they have another name."""
+    issue, finish = _pair(runs or name)
+    metas: tuple[Callable[..., Any], Callable[..., Any]] = _all_gather_meta, _wait_all_gather_meta
+    if carries == "gradients":
+        metas = _reduce_scatter_meta, _wait_reduce_scatter_meta
+    lines = symbol(name, metas[0], issue), symbol(f"wait_{name}", metas[1], finish)
+    return CollectiveOp(*lines, carries, "part" if carries == "parameters" else "whole", gives, carries == "gradients")
+
+
+ALL_GATHER = _of_buckets("all_gather", "parameters", "whole")
+BROADCAST = _of_buckets("broadcast", "parameters", "whole", "all_gather")
+REDUCE_SCATTER = _of_buckets("reduce_scatter", "gradients", "part")
+REDUCE = _of_buckets("reduce", "gradients", "part", "reduce_scatter")
+ALL_REDUCE = _of_buckets("all_reduce", "gradients", "whole")
+OFFLOAD = CollectiveOp(
+    symbol("offload", _offload_meta, issue_offload), symbol("wait_offload", _wait_offload_meta, finish_offload),
+    "copy", "part", "part",
+)  # fmt: skip
+BUCKETS = ALL_GATHER, BROADCAST, REDUCE_SCATTER, REDUCE, ALL_REDUCE, OFFLOAD
 
 replicated = symbol("replicated", _replicated_meta, _cast, properties=Property.CAST)
-all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
-wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
-
 keep_shards = symbol("keep_shards", _keep_shards_meta, _keep, properties=Property.PARTS)
-
-offload = symbol("offload", _offload_meta, issue_offload)
-wait_offload = symbol("wait_offload", _wait_offload_meta, finish_offload)
 wait_copies = symbol("wait_copies", lambda memory: None, finish_copies, tags=[OpTags.DONT_DCE])
 
-GATHERS = {all_gather.id: wait_all_gather.id, broadcast.id: wait_broadcast.id}
-REDUCTIONS = {
-    reduce_scatter.id: wait_reduce_scatter.id,
-    reduce.id: wait_reduce.id,
-    all_reduce.id: wait_all_reduce.id,
-}
-OFFLOADS = {offload.id: wait_offload.id}  # not collectives: each rank copies by itself
+GATHER_OF = {Placement.SHARD: ALL_GATHER, Placement.OWNER: BROADCAST, Placement.REPLICATE: replicated}
+REDUCTION_OF = {Placement.SHARD: REDUCE_SCATTER, Placement.OWNER: REDUCE, Placement.REPLICATE: ALL_REDUCE}
 
 
 def unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
     """Adds the lines that unshard a bucket's parameters to the trace that is being made."""
-    match bucket.plan.placement:
-        case Placement.REPLICATE:
-            return replicated(shards, bucket)
-        case Placement.OWNER:
-            return wait_broadcast(broadcast(shards, bucket), bucket)
-        case Placement.SHARD:
-            return wait_all_gather(all_gather(shards, bucket), bucket)
+    full: tuple[TensorProxy, ...] = GATHER_OF[bucket.plan.placement](shards, bucket)
+    return full
 
 
 def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
     """Averages gradients of unsharded parameters over ranks, and places them like the parameters at rest."""
-    match bucket.plan.placement:
-        case Placement.REPLICATE:
-            grads = wait_all_reduce(all_reduce(grads, bucket), bucket)
-        case Placement.OWNER:
-            grads = wait_reduce(reduce(grads, bucket), bucket)
-        case Placement.SHARD:
-            grads = wait_reduce_scatter(reduce_scatter(grads, bucket), bucket)
+    grads = REDUCTION_OF[bucket.plan.placement](grads, bucket)
     return grads if bucket.outer is None else _average(grads, bucket.outer)
 
 
@@ -342,7 +367,7 @@ def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[
         trainable = [i for i, m in enumerate(bucket.members) if m.trainable]
         grads = _average(tuple(get_grad(full[i]) for i in trainable), bucket.trainable)
         if bucket.plan.host is not None:
-            grads = wait_offload(offload(grads, bucket.trainable), bucket.trainable)
+            grads = OFFLOAD(grads, bucket.trainable)
         for i, grad in zip(trainable, grads, strict=True):
             put_grad(shards[i], grad)
     return full

@@ -30,16 +30,17 @@ from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_functions, block_of
 from passes.analysis.recognise import (
+    AWAITED,
+    GATHERS,
+    ISSUED,
     bucket_of,
     is_issue,
     is_sequence_issue,
-    is_sequence_wait,
     part_at,
-    waits_for_future,
 )
 from passes.comm import quantized, sequence
 from passes.comm.sequence import Part
-from passes.comm.symbols import GATHERS
+from passes.comm.symbols import CollectiveOp
 from passes.compat.jit import function_of, grad_rule_of
 from passes.kernels.losses import ChunkedLoss, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
@@ -229,7 +230,7 @@ def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
     traces = [trace for trace in (forward, backward) if trace is not None]
     seen: set[Any] = set()
     for trace in (*traces, *(called.trace for called in block_functions(*traces))):
-        waits = {b.args[0].name: b for b in trace.bound_symbols if waits_for_future(b) or is_sequence_wait(b)}
+        waits = {b.args[0].name: b for b in trace.bound_symbols if b.sym.id in AWAITED}
         for line in trace.bound_symbols:
             if not (is_issue(line) or is_sequence_issue(line)) or _is_by_a_users_wire(line):
                 continue
@@ -423,44 +424,33 @@ class Exchange(NamedTuple):
 
     issue: Any  # the functions of the two lines
     finish: Any
-    id: Any  # of the symbol of the first one
+    op: CollectiveOp
     setting: Setting
 
 
-EXCHANGES = {  # what collectives take and give
-    sequence.issue_gather.id: ("part", "whole"),
-    sequence.issue_scatter.id: ("whole", "part"),
-    sequence.issue_sum.id: ("whole", "whole"),
-    sequence.issue_to_heads.id: ("part", "heads"),
-    sequence.issue_to_positions.id: ("heads", "part"),
-}
-ADDS = frozenset({sequence.issue_scatter.id, sequence.issue_sum.id})
-TAKES_SHAPE = frozenset({sequence.issue_scatter.id, sequence.issue_to_positions.id})  # when it is waited for
-
-
 def _exchange(line: Any, wait: Any) -> Exchange:
-    return Exchange(function_of(line), function_of(wait), line.sym.id, Setting.of(part_at(line)))
+    return Exchange(function_of(line), function_of(wait), ISSUED[line.sym.id], Setting.of(part_at(line)))
 
 
 @lru_cache(maxsize=256)
 def _found_of_sequence(case: Exchange) -> str:
     """As ``_found``. All positions of a rank are compared that are in the sequence."""
-    setting, (takes, gives) = case.setting, EXCHANGES[case.id]
+    setting, op = case.setting, case.op
     whole = setting.values(torch.Generator().manual_seed(0))
-    result = torch.stack(whole).sum(0) if case.id in ADDS else whole[0]
+    result = torch.stack(whole).sum(0) if op.adds else whole[0]
 
     def run(rank: int, runtime: PlainRuntime) -> Any:
         part = setting.part(rank, runtime)
-        given = setting.laid_out(setting.held(takes, whole[rank if case.id in ADDS else 0], rank, 7.0))
-        shape = [tuple(given.shape)] if case.id in TAKES_SHAPE else []
+        given = setting.laid_out(setting.held(op.takes, whole[rank if op.adds else 0], rank, 7.0))
+        shape = [tuple(given.shape)] if op.needs_shape else []
         return case.finish(case.issue(given, part), part, *shape)
 
     for rank, found in enumerate(_on_ranks(setting.ranks, run)):
-        expected = setting.held(gives, result, rank, 0.0)
+        expected = setting.held(op.gives, result, rank, 0.0)
         if found.numel() != expected.numel():
             return f"rank {rank} gets {found.numel()} values for {expected.numel()}"
         found = found.view(expected.shape)
-        if gives == "part":
+        if op.gives == "part":
             inside = _positions(rank, setting.ranks, setting.pieces) < LENGTH
             found, expected = found[:, :, inside], expected[:, :, inside]
         if not torch.equal(found, expected):

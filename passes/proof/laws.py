@@ -23,13 +23,18 @@ from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from passes.analysis.recognise import bucket_of
+from passes.analysis.recognise import (
+    FUTURES,
+    GATHER_WAITS,
+    GATHERS,
+    OFFLOAD_WAITS,
+    REDUCTION_WAITS,
+    REDUCTIONS,
+    bucket_of,
+)
 from passes.blocks import release
 from passes.comm.sequence import cut, widen
 from passes.comm.symbols import (
-    GATHERS,
-    OFFLOADS,
-    REDUCTIONS,
     accumulate,
     accumulated,
     check_ranks,
@@ -317,10 +322,10 @@ def _nothing(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
 
 
 LAWS: dict[Hashable, Law] = {
-    **dict.fromkeys((*GATHERS, *REDUCTIONS, *OFFLOADS), _issue),
-    **dict.fromkeys(GATHERS.values(), _gathered),
-    **dict.fromkeys(REDUCTIONS.values(), _reduced),
-    **dict.fromkeys(OFFLOADS.values(), _offloaded),
+    **dict.fromkeys(FUTURES, _issue),
+    **dict.fromkeys(GATHER_WAITS, _gathered),
+    **dict.fromkeys(REDUCTION_WAITS, _reduced),
+    **dict.fromkeys(OFFLOAD_WAITS, _offloaded),
     replicated.id: _replicated,
     keep_shards.id: _kept_second,
     accumulated.id: _accumulated,

@@ -16,9 +16,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from passes.analysis.calls import block_function, region_of
-from passes.analysis.recognise import changes_values, identity, is_deletion, is_foreign, is_random, is_return, is_unpack
-from passes.comm.sequence import SEQUENCE_WAITS
-from passes.epilogue import snapshot
+from passes.analysis.recognise import (
+    SEQUENCE_WAITS,
+    changes_values,
+    identity,
+    is_deletion,
+    is_foreign,
+    is_random,
+    is_return,
+    is_unpack,
+)
+from passes.borders import snapshot
 from passes.kernels.registration import has_mask, kernel_id
 
 from thunder.core import dtypes
@@ -73,7 +81,7 @@ class Numbers:
         for operation, constants, operands in self.expressions[len(known) : number + 1]:
             own = frozenset([cast(int, constants)]) if operation == "cotangent" else frozenset[int]()
             of_operands = [known[i] for i in operands]
-            is_shared = operation in WITH_OTHERS or any(o.is_shared for o in of_operands)
+            is_shared = operation in SEQUENCE_WAITS or any(o.is_shared for o in of_operands)
             known.append(Origin(own.union(*(o.outputs for o in of_operands)), is_shared))
         return known[number]
 
@@ -231,7 +239,6 @@ def has_fusions(*traces: TraceCtx) -> bool:
     return False
 
 
-WITH_OTHERS = frozenset(SEQUENCE_WAITS.values())
 WRITTEN = {kernel_id("batch_norm"): (3, 4)}  # the arguments that a kernel writes, by its id
 IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES, snapshot.id)
 

@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_function, block_functions, differentiated
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, properties, updated_by
+from passes.borders import sent
 from passes.compat.jit import compile_data_and_stats
-from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
 from passes.proof.callable import Border, other_borders, other_text

@@ -16,16 +16,15 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from passes.analysis.calls import block_function
-from passes.analysis.liveness import sequence_bytes, sequence_crossings
+from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import (
+    AWAITED,
+    ISSUED,
     bucket_of,
     is_gather,
     is_offload,
     is_sequence_issue,
-    is_sequence_wait,
-    issues_future,
     part_at,
-    waits_for_future,
 )
 from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
 from passes.compat.jit import symbol_that_calls
@@ -112,14 +111,14 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
-        if issues_future(bsym) or is_sequence_issue(bsym):
+        if bsym.sym.id in ISSUED:
             of_sequence, link = is_sequence_issue(bsym), _link(bsym)
             before = compute_seconds(cost, bsym) if of_sequence else wire_seconds(cost, bsym)
             start = max(now + before, is_free.get(link, 0.0))
             is_free[link] = stop = start + (sequence_seconds(cost, bsym) if of_sequence else link_seconds(bsym))
             in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
             now += compute_seconds(cost, bsym)
-        elif waits_for_future(bsym) or is_sequence_wait(bsym):
+        elif bsym.sym.id in AWAITED:
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop) + compute_seconds(cost, bsym)
@@ -146,9 +145,9 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
-        if issues_future(bsym) or is_sequence_issue(bsym):
+        if bsym.sym.id in ISSUED:
             in_flight[bsym.output.name] = links.span(bsym, i, starts[i], starts[i + 1])
-        elif waits_for_future(bsym) or is_sequence_wait(bsym):
+        elif bsym.sym.id in AWAITED:
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
         else:
@@ -197,7 +196,7 @@ def _sizes(issue: BoundSymbol) -> tuple[str, int, int]:
     """The label of what travels, its bytes, and those that each rank sends."""
     if is_sequence_issue(issue):
         part, size = part_at(issue), sequence_bytes(issue)
-        return part.label, size, sequence_crossings(issue) * size * (part.plan.ranks - 1) // part.plan.ranks
+        return part.label, size, ISSUED[issue.sym.id].crossings * size * (part.plan.ranks - 1) // part.plan.ranks
     bucket, ranks = bucket_of(issue), bucket_of(issue).plan.world_size
     if is_offload(issue):
         return bucket.label, bucket.numel * bucket.rest_dtype.bytes, 0

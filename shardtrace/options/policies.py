@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from passes.chunk_loss import Chunks
 from passes.comm.quantized import FP8, INT4, INT8, ROUNDED, SMALLEST, gather_wire, reduction_wire
@@ -140,8 +140,8 @@ def _gather(value: Any, known: dict[str, Wire]) -> Wire | None:
     name = str(value).removeprefix("torch.").lower() if isinstance(value, (str, torch.dtype)) else ""
     if name not in GATHERS:
         raise ValueError(
-            f"unknown gather_dtype {value!r}: choose 'int8' or 'fp8', or pass a passes.Wire, or a mapping of name "
-            "patterns to these; mp_policy='bf16' gathers in bf16"
+            f"unknown gather_dtype {value!r}: choose one of {', '.join(map(repr, GATHERS))}, or pass a passes.Wire, "
+            "or a mapping of name patterns to these; mp_policy='bf16' gathers in bf16"
         )
     format = GATHERS[name]
     return known.setdefault(format.name, gather_wire(format))
@@ -442,8 +442,7 @@ class CompilePolicy:
     def __post_init__(self) -> None:
         if self.chunk_loss not in (None, "auto"):
             parse_count("chunk_loss", self.chunk_loss, 'a number of chunks, "auto" or None', least=1)
-        if self.returns not in ("all", "loss"):
-            raise ValueError(f'returns must be "all" or "loss", not {self.returns!r}')
+        _one_of("returns", self.returns, "all", "loss")
         _check("jit", self.jit, bool | Mapping, "True, False, or arguments of thunder.jit")
         _check("kernels", self.kernels, bool, "True or False")
         if self.prefetch is not None:
@@ -493,21 +492,9 @@ class ContextParallel:
         _check("mesh_dim", self.mesh_dim, str, "the name of a mesh dimension")
         if not isinstance(self.sequence_dim, int) or self.sequence_dim < 0:
             raise ValueError(f"sequence_dim must be the number of a dimension from the left, not {self.sequence_dim!r}")
-        if self.attention not in ("auto", "gather", "ulysses"):
-            raise ValueError(f'attention must be "auto", "gather" or "ulysses", not {self.attention!r}')
-        for name in ("arguments", "returns"):
-            if getattr(self, name) not in ("whole", "part"):
-                raise ValueError(f'{name} must be "whole" or "part", not {getattr(self, name)!r}')
-
-
-def parse_context(given: ContextParallel | str | None) -> ContextParallel | None:
-    """The checked ``context_parallel`` of ``fsdp``."""
-    if given is not None and not isinstance(given, (str, ContextParallel)):
-        raise TypeError(f"context_parallel must be the name of a mesh dimension or ContextParallel(...), not {given!r}")
-    return ContextParallel(given) if isinstance(given, str) else given
-
-
-CUTS = ("colwise", "rowwise", "whole")
+        _one_of("attention", self.attention, "auto", "gather", "ulysses")
+        _one_of("arguments", self.arguments, "whole", "part")
+        _one_of("returns", self.returns, "whole", "part")
 
 
 @dataclass(frozen=True)
@@ -537,8 +524,7 @@ class TensorParallel:
         if not isinstance(self.parameters, Mapping) or not all(isinstance(p, str) for p in self.parameters):
             raise TypeError(f"parameters must be a mapping of patterns of names, not {self.parameters!r}")
         for pattern, how in self.parameters.items():
-            if how not in CUTS:
-                raise ValueError(f"parameters[{pattern!r}] must be {', '.join(map(repr, CUTS))}, not {how!r}")
+            _one_of(f"parameters[{pattern!r}]", how, "colwise", "rowwise", "whole")
 
     def hows(self, names: Iterable[str]) -> dict[str, Any]:
         """How parameters of these names are cut, by name, without those that are chosen.
@@ -557,11 +543,18 @@ class TensorParallel:
         return found
 
 
-def parse_tensor(given: TensorParallel | str | None) -> TensorParallel | None:
-    """The checked ``tensor_parallel`` of ``fsdp``."""
-    if given is not None and not isinstance(given, (str, TensorParallel)):
-        raise TypeError(f"tensor_parallel must be the name of a mesh dimension or TensorParallel(...), not {given!r}")
-    return TensorParallel(given) if isinstance(given, str) else given
+P = TypeVar("P", ContextParallel, TensorParallel)
+
+
+def _over_ranks(option: str, given: Any, policy: type[P]) -> P | None:
+    """A policy, also of the name of its mesh dimension."""
+    if given is not None and not isinstance(given, (str, policy)):
+        raise TypeError(f"{option} must be the name of a mesh dimension or {policy.__name__}(...), not {given!r}")
+    return policy(given) if isinstance(given, str) else given
+
+
+parse_context = partial(_over_ranks, "context_parallel", policy=ContextParallel)
+parse_tensor = partial(_over_ranks, "tensor_parallel", policy=TensorParallel)
 
 
 def whole_sequences(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -667,6 +660,12 @@ class Checks:
 def _check(name: str, value: Any, kind: Any, expected: str) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {expected}, not {value!r}")
+
+
+def _one_of(name: str, value: Any, *known: str) -> None:
+    if value not in known:
+        *first, last = (f'"{one}"' for one in known)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, not {value!r}")
 
 
 def _is_number(value: Any) -> bool:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.comm.quantized import INT8, chunk_of
-from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.comm.symbols import ALL_GATHER, REDUCE_SCATTER, CollectiveOp
 from passes.compat.jit import function_of
 from passes.plan import (
     Bucket,
@@ -263,14 +263,13 @@ class _Meter:
             shape = bucket.members[0].parameter.shard_shape
             shard, grad = (torch.ones(shape[0] * n, device=self.device) for n in (1, group.size()))
             sent = bucket.bytes * (group.size() - 1) / group.size()
-            pairs = (all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)
-            for issue, wait, values in pairs:
-                start, finish = _collective(issue, wait, values, bucket)
+            for op, values in ((ALL_GATHER, shard), (REDUCE_SCATTER, grad)):
+                start, finish = _collective(op, values, bucket)
                 run = functools.partial(_in_turn, start, finish)
                 times = [self.timed(run) for _ in range(self.effort.repeats + 1)]  # the same number on all ranks
                 samples.append((sent, statistics.median(times[1:])))
                 taken.append(self._taken(start, finish, group))
-                self.report(f"{issue.name} of {bucket.bytes} bytes")
+                self.report(f"{op.issue.name} of {bucket.bytes} bytes")
         return fit_link(samples, taken)
 
     def _taken(self, start: Start, finish: Finish, group: dist.ProcessGroup) -> float:
@@ -316,9 +315,9 @@ def _in_turn(start: Start, finish: Finish, between: Callable[[], Any] = lambda: 
     finish(future)
 
 
-def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> tuple[Start, Finish]:
-    """The functions of two lines of a trace, issue and wait. A bound symbol holds the function that it calls."""
-    start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (issue, wait))
+def _collective(op: CollectiveOp, values: torch.Tensor, bucket: Bucket) -> tuple[Start, Finish]:
+    """The functions of the two lines of a collective. A bound symbol holds the function that it calls."""
+    start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (op.issue, op.wait))
     return lambda: start((values,), bucket), lambda future: finish(future, bucket)
 
 

@@ -14,8 +14,8 @@ from functools import partial, reduce
 from types import FunctionType
 from typing import Any
 
+from passes.borders import check_value
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
-from passes.guards import check_value
 from shardtrace.record.calls import CODE, PLAIN, Path, map_tensors, parts, storage
 from shardtrace.record.memory import overlap
 from shardtrace.record.reads import Attributes, Given, Guard, Source

@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_function
 from passes.analysis.recognise import (
+    GATHER_WAITS,
+    GATHERS,
+    OFFLOADS,
     is_random,
     is_return,
     is_sequence_issue,
@@ -34,12 +37,10 @@ from passes.blocks import release
 from passes.comm import sequence
 from passes.comm.sequence import Part, cut, local_part, widen
 from passes.comm.symbols import (
-    GATHERS,
-    OFFLOADS,
+    ALL_REDUCE,
     KeptGradients,
     accumulate,
     accumulated,
-    all_reduce,
     keep_shards,
     replicated,
     wait_copies,
@@ -174,8 +175,8 @@ class Simulation:
                 continue
             total = sum(sent[r].to(bucket.layout.dtype) for r in group) / bucket.plan.divisor
             mine = of_rank(bucket, group.index(rank))
-            start = 0 if bsym.sym.id == all_reduce.id else sum(mine.layout.row_sizes[: group.index(rank)])
-            size = len(total) if bsym.sym.id == all_reduce.id else mine.layout.numel
+            start = 0 if bsym.sym.id == ALL_REDUCE.issue.id else sum(mine.layout.row_sizes[: group.index(rank)])
+            size = len(total) if bsym.sym.id == ALL_REDUCE.issue.id else mine.layout.numel
             results.append(Future(group.index(rank), total[start : start + size]))
         return results
 
@@ -200,7 +201,7 @@ def _finish(bucket: Bucket, bsym: BoundSymbol, future: Any, rank: int) -> Any:
         return future
     mine = of_rank(bucket, future.rank)
     row = future.row.clone()
-    if bsym.sym.id in GATHERS.values():
+    if bsym.sym.id in GATHER_WAITS:
         whole = mine.layout.unpack_rows(row)
         if not bucket.is_cut:
             return whole
@@ -248,9 +249,9 @@ def _put_together(sent: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
 
 
 ON_PARTS: dict[Any, Callable[[Sequence[torch.Tensor], Part], torch.Tensor]] = {
-    sequence.wait_gather.id: _put_together,
-    sequence.wait_scatter.id: lambda sent, part: local_part(sum(sent), part.of_gradients),
-    sequence.wait_sum.id: lambda sent, part: sum(sent),
+    sequence.GATHER.wait.id: _put_together,
+    sequence.SCATTER.wait.id: lambda sent, part: local_part(sum(sent), part.of_gradients),
+    sequence.SUM.wait.id: lambda sent, part: sum(sent),
 }
 
 

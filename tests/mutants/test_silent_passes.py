@@ -8,8 +8,8 @@ import shardtrace
 from passes import PassAfterLowering, PassBeforeAutodiff, blocks
 from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return, is_unpack
-from passes.comm.symbols import wait_reduce_scatter
-from passes.epilogue import run_setter
+from passes.borders import run_setter
+from passes.comm.symbols import REDUCE_SCATTER
 from passes.plan import BucketPlan
 from shardtrace.record import calls
 from shardtrace.record.replay import Replay
@@ -107,7 +107,7 @@ def swaps_gradients_in_a_reduction(trace):
 
 def swaps_reduced_gradients(trace):
     def line(b):
-        return b.from_bsym(output=exchanged(b.output)) if b.sym.id == wait_reduce_scatter.id else b
+        return b.from_bsym(output=exchanged(b.output)) if b.sym.id == REDUCE_SCATTER.wait.id else b
 
     return rewritten(trace, line)
 

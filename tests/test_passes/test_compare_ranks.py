@@ -1,7 +1,7 @@
 """The place of the line with which ranks check that they run the same step. (Its effect: test_failure.py.)"""
 
 from passes.analysis.recognise import is_deletion, is_unpack
-from passes.guards import insert_checks
+from passes.borders import insert_checks
 from passes.plan import Gradients, PlainRuntime, Progress, Step
 
 import thunder

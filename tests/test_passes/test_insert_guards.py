@@ -1,7 +1,7 @@
 """A guard that raises makes Thunder compile another step."""
 
 import shardtrace
-from passes.guards import insert_guards
+from passes.borders import insert_guards
 from passes.plan import TracedParameters
 
 import pytest

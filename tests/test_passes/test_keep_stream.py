@@ -3,7 +3,7 @@
 from unittest import mock
 
 import shardtrace
-from passes import epilogue as module
+from passes import borders as module
 
 import pytest
 import thunder

@@ -3,7 +3,7 @@
 import collections
 
 import shardtrace
-from passes.epilogue import rebuild_result, run_rebuild
+from passes.borders import rebuild_result, run_rebuild
 
 import thunder
 import torch

@@ -1,7 +1,7 @@
 """What forward leaves on modules is set when the step has run."""
 
 import shardtrace
-from passes.epilogue import set_state
+from passes.borders import set_state
 
 import pytest
 import thunder

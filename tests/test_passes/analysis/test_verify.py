@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from passes.analysis.recognise import is_collective, is_deletion
 from passes.analysis.verify import VerificationError, verify, verify_schedule
-from passes.comm.sequence import Part, issue_gather, issue_to_heads, wait_gather, wait_to_heads
+from passes.comm.sequence import GATHER, TO_HEADS, Part
 from passes.plan import Bucket
 from passes.plan.plan import ContextPlan, Split
 
@@ -128,14 +128,14 @@ def test_use_after_del(cmodel):
         verify(trace)
 
 
-@pytest.mark.parametrize(("issue", "wait"), [(issue_gather, wait_gather), (issue_to_heads, wait_to_heads)])
-def test_a_sequence_in_flight_is_not_written(issue, wait):
+@pytest.mark.parametrize("op", [GATHER, TO_HEADS], ids=lambda op: op.issue.name)
+def test_a_sequence_in_flight_is_not_written(op):
     trace, part = TraceCtx(), Part(ContextPlan(2), Split.along(2, 8))
     with tracectx(trace):
         x, y = (TensorProxy(name, shape=(1, 2, 4, 4), device=cpu, dtype=dtypes.float32) for name in "xy")
-        future = issue(x, part)
+        future = op.issue(x, part)
         prims.copy_(y, x, grad_enabled=False)
-        prims.python_return(wait(future, part))
+        prims.python_return(op.wait(future, part))
     with pytest.raises(VerificationError, match=f"x is written .* by compute, and may still be read by {future.name}"):
         verify_schedule(trace)
     trace.bound_symbols = moved(trace.bound_symbols, at(trace.bound_symbols, "copy_"), 2)

@@ -4,7 +4,7 @@ import shardtrace  # noqa: F401
 from passes.comm import direct
 from passes.comm.messages import PIECE
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
-from passes.plan.layout import SMALL
+from passes.plan.bucket import SMALL
 from shardtrace.model.places import Home, shard
 
 import pytest

@@ -103,7 +103,7 @@ def waits_for_what_it_sends(group, *, direct):
 
 
 def gathered(bucket, full):
-    symbol = symbols._issue_all_gather, symbols._finish_all_gather
+    symbol = symbols._pair("all_gather")
     shards = shards_of(bucket, full)
     futures = [symbol[0](shards, bucket) for _ in range(2)]  # two in flight at once
     first, second = (symbol[1](future, bucket) for future in futures)
@@ -118,9 +118,8 @@ def same_everywhere(value, group):
 
 
 def reduced(bucket, grads):
-    issue, finish = symbols._issue_reduce_scatter, symbols._finish_reduce_scatter
-    if bucket.plan.placement is Placement.REPLICATE:
-        issue, finish = symbols._issue_all_reduce, symbols._finish_all_reduce
+    replicated = bucket.plan.placement is Placement.REPLICATE
+    issue, finish = symbols._pair("all_reduce" if replicated else "reduce_scatter")
     return finish(issue(tuple(grads), bucket), bucket)
 
 

@@ -116,16 +116,14 @@ def program(bucket, *, backward):
         if bucket.plan.placement is Placement.REPLICATE:
             grads = compute_with(shards)
         else:
-            issue, wait = (symbols.all_gather, symbols.wait_all_gather)
-            if bucket.plan.placement is Placement.OWNER:
-                issue, wait = symbols.broadcast, symbols.wait_broadcast
-            future = issue(shards, bucket)
+            op = symbols.GATHER_OF[bucket.plan.placement]
+            future = op.issue(shards, bucket)
             values = compute_with(values)
-            grads = compute_with(wait(future, bucket))
-        for issue, wait, reduced in reductions(bucket) if backward else ():
-            future = issue(grads, reduced)
+            grads = compute_with(op.wait(future, bucket))
+        for op, reduced in reductions(bucket) if backward else ():
+            future = op.issue(grads, reduced)
             values = compute_with(values)
-            grads = wait(future, reduced)
+            grads = op.wait(future, reduced)
         prims.python_return((*values, *grads))
     return del_last_used(wait_copies(trace))
 
@@ -140,7 +138,7 @@ def sequence_program(recorder, *, length, batch=2, ranks=3, direct=False):
         trace.args = x, y = [TensorProxy(name, shape=shape, device=CUDA, dtype=dtypes.float32) for name in "xy"]
         for a in trace.args:
             prims.unpack_trivial(a, name=a.name)
-        for move in (sequence._to_heads, sequence._to_positions, sequence._gather, sequence._scatter, sequence._sum):
+        for move in (sequence.TO_HEADS, sequence.TO_POSITIONS, sequence.GATHER, sequence.SCATTER, sequence.SUM):
             moved = move(x, part)
             (y,) = compute_with((y,))
             (x,) = compute_with((moved,))
@@ -149,14 +147,9 @@ def sequence_program(recorder, *, length, batch=2, ranks=3, direct=False):
 
 
 def reductions(bucket):
-    kinds = {
-        Placement.SHARD: (symbols.reduce_scatter, symbols.wait_reduce_scatter),
-        Placement.OWNER: (symbols.reduce, symbols.wait_reduce),
-        Placement.REPLICATE: (symbols.all_reduce, symbols.wait_all_reduce),
-    }
-    yield *kinds[bucket.plan.placement], bucket.trainable
+    yield symbols.REDUCTION_OF[bucket.plan.placement], bucket.trainable
     if bucket.plan.host is not None:
-        yield symbols.offload, symbols.wait_offload, bucket.trainable
+        yield symbols.OFFLOAD, bucket.trainable
 
 
 class OnesOwn:

@@ -1,7 +1,6 @@
 """The layout of a bucket on the wire, without processes: all ranks' packed rows unpack to the same values."""
 
-from passes.plan.bucket import Bucket
-from passes.plan.layout import SMALL, UNITS
+from passes.plan.bucket import SMALL, UNITS, Bucket
 from passes.plan.plan import BucketPlan, Member, Placement, ShardedParameter, shard_shape
 
 import pytest

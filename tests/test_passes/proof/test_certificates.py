@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from passes.comm import cuts, direct, native, quantized, sequence
 from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
-from passes.plan import layout
-from passes.plan.layout import ShardLayout
+from passes.plan import bucket as layout
+from passes.plan.bucket import ShardLayout
 from passes.proof import certificates
 from shardtrace import CommPolicy, ContextParallel
 from shardtrace.model import state
@@ -138,15 +138,15 @@ def test_a_collective_of_sequences_that_breaks_its_law_is_found(proof_of_sequenc
 
 S = sequence
 NO_ADJOINTS = {
-    "a gather's is a cut": ("gather", S.gather_parts, S._gather, S.cut),
-    "an output's sums up": ("gather", S.gather_output, S._gather, S._scatter),
-    "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S._gather(g, part)),
-    "a sum's is its own": ("gather", S.sum_parts, S._sum, S._copy),
-    "a cut parameter's is gathered": ("tensor", S.cut, S.cut, lambda g, part: S._gather(g, part)),
-    "a sum of products is its own": ("tensor", S.sum_parts, S._sum, S._copy),
+    "a gather's is a cut": ("gather", S.gather_parts, S.GATHER, S.cut),
+    "an output's sums up": ("gather", S.gather_output, S.GATHER, S.SCATTER),
+    "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S.GATHER(g, part)),
+    "a sum's is its own": ("gather", S.sum_parts, S.SUM, S._copy),
+    "a cut parameter's is gathered": ("tensor", S.cut, S.cut, lambda g, part: S.GATHER(g, part)),
+    "rows of a sum have only their own": ("tensor", S.scatter_parts, S.SCATTER, S.widen),
     "an output's is not divided": ("gather", S.to_output, S._copy, S._copy),
-    "heads stay": ("ulysses", S.exchange_heads, S._to_heads, lambda g, part: S._to_positions(g * 1.0, part) * 2.0),
-    "positions stay": ("ulysses", S.exchange_positions, S._to_positions, lambda g, part: S._to_heads(g, part) * 0.5),
+    "heads stay": ("ulysses", S.exchange_heads, S.TO_HEADS, lambda g, part: S.TO_POSITIONS(g * 1.0, part) * 2.0),
+    "positions stay": ("ulysses", S.exchange_positions, S.TO_POSITIONS, lambda g, part: S.TO_HEADS(g, part) * 0.5),
 }
 
 

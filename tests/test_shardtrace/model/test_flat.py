@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import shardtrace
 from passes.plan import BucketPlan, Link, Member, ShardedParameter, default_cost_model
-from passes.plan.layout import ShardLayout
+from passes.plan.bucket import ShardLayout
 
 import torch
 from models import Zoo

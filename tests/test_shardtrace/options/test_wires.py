@@ -88,7 +88,7 @@ def test_a_wire_of_ones_own(fake_ranks):
 
 
 REFUSED = [
-    ({"gather_dtype": "int7"}, "unknown gather_dtype 'int7': choose 'int8' or 'fp8'"),
+    ({"gather_dtype": "int7"}, "unknown gather_dtype 'int7': choose one of 'int8', 'fp8'"),
     ({"gather_dtype": {}}, "a mapping is of patterns"),
     ({"gather_dtype": {"nothing.*": "int8"}}, "no parameter matches 'nothing.*' of gather_dtype; there are: scale"),
     ({"gather_dtype": {"table": "int8"}}, "for 'table' changes nothing: 'table' is torch.int64 and travels as it is"),
