@@ -13,9 +13,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, block_of, differentiated, unique_name
-from passes.analysis.dims import Placed, TorchLine, follow, lead, resized, torch_line
+from passes.analysis.dims import Placed, TorchLine, follow, lead, product_of, resized, torch_line
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, part_at, properties
-from passes.comm.sequence import NOT_SPLIT, Part, cut, exchange_heads, gather_output, gather_parts, sum_parts, to_output
+from passes.comm.sequence import (
+    NOT_SPLIT,
+    Part,
+    cut,
+    exchange_heads,
+    gather_output,
+    gather_parts,
+    scatter_parts,
+    sum_parts,
+    to_output,
+)
 from passes.comm.symbols import Property
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
 from passes.compat.versions import Fakes
@@ -247,18 +257,20 @@ EXPANDS = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "repeat_in
 class Rules(NamedTuple):
     """How lines that mix positions compute on parts: by the name of the function, False if the rule does not apply; and
     how the call of a block does. ``eager``: whether lines on whole values are written where they were recorded, and
-    not when others need them."""
+    not when others need them. ``rows``: whether each rank gets only rows of the sums of products."""
 
     by_name: Mapping[str, Callable[[Splitter, BoundSymbol, TorchLine], bool]]
     call_block: Callable[[Splitter, BoundSymbol], None]
     eager: bool = False
+    rows: bool = False
 
 
 @dataclass
 class Value:
     """A value of the recorded computation: the line that makes it, and what the new one has of it.
 
-    ``is_split``: it was computed in parts. Else ``parts`` are computed from the whole, or instead of it.
+    ``is_split``: it was computed in parts. Else ``parts`` are computed from the whole, or instead of it. ``rows``: of
+    these, which follow from rows of the sum of a product.
     """
 
     proxy: TensorProxy
@@ -266,6 +278,7 @@ class Value:
     whole: TensorProxy | None = None
     parts: dict[Split, TensorProxy] = field(default_factory=dict)
     is_split: bool = False
+    rows: bool = False
 
     @property
     def bytes(self) -> int:
@@ -336,6 +349,8 @@ class Splitter:
         """Writes a line on parts as the table of dims says; False if it cannot be."""
         choices: list[tuple[int, int, Placed]] = []
         for i, operand in enumerate(call.operands):
+            if self.values[operand.name].rows and product_of(call) is not None:
+                continue
             for split in self.splits(operand):
                 placed = follow(call, i, split)
                 if placed is not None and self._is_possible(placed, split):
@@ -366,6 +381,8 @@ class Splitter:
             for r, s in zip(call.results, placed.results, strict=True)
         ]
         found = self.writer.on_parts(line, call, operands, shapes)
+        if placed.combine == "sum" and product_of(call) is not None:
+            return self.add_up(line, call.results[0], found[0])
         if self._moves(line) and not self._gathered.isdisjoint(names(operands)):
             self.regather(self.writer.trace.bound_symbols[-1])
         for old, new, split in zip(call.results, found, placed.results, strict=True):
@@ -374,7 +391,23 @@ class Splitter:
             elif split is None:
                 self.know_whole(old, new)
             else:
-                self.know_part(old, split, new, native=native)
+                rows = native and any(self.values[o.name].rows for o in call.operands)
+                self.know_part(old, split, new, native=native, rows=rows)
+
+    def add_up(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None = None) -> None:
+        """Adds up what ranks have of a product's result, of which each gets its rows if they divide."""
+        dims = range(old.ndim - 1) if self.rules.rows and (bias is None or bias.ndim == 1) else ()
+        splits = (Split(d, 1, self.plan.ranks, old.shape[d] // self.plan.ranks) for d in dims)
+        split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), None)
+
+        def total() -> Any:
+            found = sum_parts(x, self.everywhere) if split is None else scatter_parts(x, self.at(split))
+            return found if bias is None else ltorch.add(found, bias)
+
+        (found,) = self.writer.emit(line, total)
+        if split is None:
+            return self.know_whole(old, found)
+        self.know_part(old, split, found, rows=True)
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
@@ -385,8 +418,9 @@ class Splitter:
 
     def _mixed(self, line: BoundSymbol, call: TorchLine) -> None:
         """Computes a line on whole operands. A result of the same sequence is cut again."""
-        splits = [s for o in call.operands for s in self.splits(o)]
-        if any(self.is_split(o) and dtypes.is_float_dtype(o.dtype) for o in call.operands):
+        operands = [o for o in call.operands if self.is_split(o) and not self.values[o.name].rows]
+        splits = [s for o in operands for s in self.splits(o)]
+        if any(dtypes.is_float_dtype(o.dtype) for o in operands):
             what = "sequences" if self.plan.axis is Axis.CONTEXT else "values"
             self.remarks[f"{call.name} is computed on whole {what}{place(line)}"] = None
         self.as_whole(line)
@@ -457,12 +491,15 @@ class Splitter:
         value = self.values[proxy.name]
         return list(value.parts) if value.is_split else []
 
-    def know_part(self, old: TensorProxy, split: Split, new: TensorProxy, *, native: bool = True) -> None:
-        """Notes a part of a recorded value. ``native``: that it was computed in parts."""
+    def know_part(
+        self, old: TensorProxy, split: Split, new: TensorProxy, *, native: bool = True, rows: bool = False
+    ) -> None:
+        """Notes a part of a recorded value. ``native``: that it was computed in parts. ``rows``: as for a value."""
         value = self.values[old.name]
         value.parts[split] = new
         new.tags.update(old.tags, [self.at(split)])  # whether it is detached; the part, for the inspector
         value.is_split |= native
+        value.rows |= rows
         self.writer.name(new, old)
 
     def know_whole(self, old: TensorProxy, new: TensorProxy) -> None:
@@ -483,7 +520,7 @@ class Splitter:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)
             (value.whole,) = self.writer.emit(value.line, lambda: gather_parts(x, self.at(split)))
-            if self.writer.has_gradient(proxy):  # of another value, Thunder would repeat only the wait
+            if self.writer.has_gradient(proxy) and not value.rows:  # Thunder would repeat only the wait of another one
                 self.regather(self.writer.trace.bound_symbols[-1])
         return value.whole
 
@@ -607,18 +644,20 @@ def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
 
 class Given(NamedTuple):
     """What a block is told about an argument: in which splits the caller has computed it, and whether the caller has
-    the whole of it without gathering."""
+    the whole of it without gathering. ``rows``: as for a value."""
 
     splits: tuple[Split, ...]
     whole: bool
+    rows: bool
 
 
 class Made(NamedTuple):
-    """A rewritten block: which arguments it takes, in which split (None: whole), and the splits of its results."""
+    """A rewritten block: the arguments that it takes, in which split (None: whole), and the splits of its results."""
 
     block: Block
     takes: tuple[tuple[int, Split | None], ...]
     splits: tuple[Split | None, ...]
+    rows: tuple[bool, ...]
 
 
 class Blocks:
@@ -632,7 +671,8 @@ class Blocks:
         block = block_of(line)
         assert block is not None
         args = [a for a in line.args if isinstance(a, TensorProxy)]
-        given = tuple(Given(tuple(to.splits(a)), to.gather_cost(a) < to.values[a.name].bytes) for a in args)
+        known = ((tuple(to.splits(a)), to.gather_cost(a), to.values[a.name]) for a in args)
+        given = tuple(Given(splits, cost < value.bytes, value.rows) for splits, cost, value in known)
         key = (id(block), given)
         if key not in self._made:
             name = unique_name(to.writer.trace, block.name)
@@ -640,11 +680,11 @@ class Blocks:
         made = self._made[key]
         operands = [to.whole(args[i]) if split is None else to.part(args[i], split) for i, split in made.takes]
         found = to.writer.emit(line, lambda: made.block.symbol(*operands))
-        for old, new, split in zip(line.flat_proxy_outs, found, made.splits, strict=True):
+        for old, new, split, rows in zip(line.flat_proxy_outs, found, made.splits, made.rows, strict=True):
             if split is None:
                 to.know_whole(old, new)
             else:
-                to.know_part(old, split, new)
+                to.know_part(old, split, new, rows=rows)
 
 
 class _Inside(Splitter):
@@ -657,19 +697,20 @@ class _Inside(Splitter):
         self._block = block
         self._given = {p.name: (i, g) for i, (p, g) in enumerate(zip(block.inputs, given, strict=True))}
         self._inputs: dict[tuple[int, Split | None], TensorProxy] = {}
-        self.values |= {p.name: Value(p, is_split=bool(g.splits)) for p, g in zip(block.inputs, given, strict=True)}
+        pairs = zip(block.inputs, given, strict=True)
+        self.values |= {p.name: Value(p, is_split=bool(g.splits), rows=g.rows) for p, g in pairs}
 
     def made(self, name: str, taken: set[str]) -> Made:
         self.follow_lines()
-        splits = tuple(next(iter(self.splits(o)), None) for o in self._block.outputs)
-        outputs = [
-            self.whole(o) if s is None else self.part(o, s) for o, s in zip(self._block.outputs, splits, strict=True)
-        ]
+        outs = self._block.outputs
+        splits = tuple(next(iter(self.splits(o)), None) for o in outs)
+        outputs = [self.whole(o) if s is None else self.part(o, s) for o, s in zip(outs, splits, strict=True)]
         lines = self.writer.finished().bound_symbols
         inputs = tuple(self._inputs.values())
         final = [self.writer.final(o) for o in outputs]
         taken = taken | self.writer.trace.names
-        return Made(Block(name, lines, inputs, final, taken, self._block.module), tuple(self._inputs), splits)
+        block = Block(name, lines, inputs, final, taken, self._block.module)
+        return Made(block, tuple(self._inputs), splits, tuple(self.values[o.name].rows for o in outs))
 
     def splits(self, proxy: TensorProxy) -> Sequence[Split]:
         if proxy.name in self._given:

@@ -5,6 +5,10 @@
     t3 = linear(t2, w2)         w2 is cut along columns: each rank has a part of a sum, which ranks add up
     t4 = t3 + b2                after the sum, once
 
+Each rank gets the sum of its rows only, of the batch or of the sequence, if they divide. What follows is computed on
+rows, which are gathered where a line needs all of them, such as the next product (Korthikanti et al., 2022). The pass
+writes all lines with rows, and all with whole sums, and keeps what sends less.
+
 Which parameters are cut is found from products such as the last one: from ``t2``, cut along its last dim, the lines are
 followed backward to the parameters. Heads of attention are found in this way, through transposes and reshapes: each
 rank has some of them. A value that other lines read as well, or that comes from a line without a rule, is computed
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -33,7 +37,7 @@ from passes.analysis.calls import block_of
 from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_line, without_bias
 from passes.analysis.recognise import is_return, is_unpack
 from passes.analysis.recognise import names as names_of
-from passes.comm.sequence import from_input, gather_parts, sum_parts
+from passes.comm.sequence import from_input, gather_output, gather_parts, scatter_parts, sum_parts
 from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import TracedParameters
@@ -89,14 +93,32 @@ def split_parameters(
     chosen = search.run()
     tables = search.find_tables(context.plan.ranks if context is not None else 1)
     tensors.remarks |= dict.fromkeys(_remarks(search))
-    to = _Cutter(computation, tensors, chosen, tables)
-    with writing():
-        for line in filter(is_unpack, computation.bound_symbols):
-            _add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
-        to.follow_lines()
-        for line in filter(is_return, computation.bound_symbols):
-            add_return(to, line, tensors)
-    return to.writer.finished()
+    found: list[TraceCtx] = []
+    for rows in (True, False) if chosen and (context is None or context.plan.ranks == 1) else (False,):
+        to = _Cutter(computation, tensors, chosen, tables, rows=rows)
+        with writing():
+            for line in filter(is_unpack, computation.bound_symbols):
+                _add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
+            to.follow_lines()
+            for line in filter(is_return, computation.bound_symbols):
+                add_return(to, line, tensors)
+        found.append(to.writer.finished())
+    return min(found, key=lambda trace: bytes_sent(trace.bound_symbols))
+
+
+def bytes_sent(lines: Iterable[BoundSymbol]) -> int:
+    """What lines send of values, also those of blocks. A sum sends twice what a gather or a scatter does of a whole."""
+    sent = 0
+    for line in lines:
+        if (block := block_of(line)) is not None:
+            sent += bytes_sent(block.trace.bound_symbols)
+        elif line.sym.id in SENT:
+            whole = line.args[0] if line.sym.id == scatter_parts.id else line.output
+            sent += SENT[line.sym.id] * whole.numel * whole.dtype.bytes
+    return sent
+
+
+SENT = {sum_parts.id: 2, scatter_parts.id: 1, gather_parts.id: 1, gather_output.id: 1}
 
 
 def _remarks(search: Search) -> Iterator[str]:
@@ -114,9 +136,15 @@ class _Cutter(Splitter):
     gathered there. ``tables`` are those of which embeddings take parts."""
 
     def __init__(
-        self, computation: TraceCtx, context: Context, chosen: Mapping[str, Split], tables: Collection[str]
+        self,
+        computation: TraceCtx,
+        context: Context,
+        chosen: Mapping[str, Split],
+        tables: Collection[str],
+        *,
+        rows: bool,
     ) -> None:
-        rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True)
+        rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True, rows=rows)
         super().__init__(computation, context.plan, rules, context.remarks)
         self.chosen = chosen
 
@@ -160,9 +188,7 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
         (found,) = to.writer.emit(line, lambda: ltorch.matmul(x, weight))
     else:
         (found,) = to.writer.as_call(line, plain, (x, weight, None), {})
-    (total,) = to.writer.emit(line, lambda: sum_parts(found, to.everywhere))
-    (result,) = to.writer.emit(line, lambda: ltorch.add(total, bias))
-    to.know_whole(call.results[0], result)
+    to.add_up(line, call.results[0], found, bias)
     return True
 
 
@@ -184,8 +210,7 @@ def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine, *, tables: Coll
     args = (to.whole(call.args[0]), to.part(table, split), *call.args[2:])
     grads, made = to.writer.grads(line, call), call_of(line.sym)
     (found,) = to.writer.torch(line, PartOfEmbedding(to.plan), args, call.kwargs, grads, like=made)
-    (result,) = to.writer.emit(line, lambda: sum_parts(found, to.everywhere))
-    to.know_whole(call.results[0], result)
+    to.add_up(line, call.results[0], found)
     return True
 
 

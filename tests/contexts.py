@@ -128,6 +128,7 @@ def train_both(
     loss_of: Loss,
     *,
     shape: tuple[int, ...] = (1, 2),
+    rows: int = 2,
     length: int = 13,
     steps: int = 2,
     micro: int = 1,
@@ -152,7 +153,7 @@ def train_both(
     row = mesh.get_local_rank("data")
     for number in range(steps):
         for i in range(micro):
-            batches = [batch((number * micro + i) * shape[0] + d, length) for d in range(shape[0])]
+            batches = [batch((number * micro + i) * shape[0] + d, length, rows) for d in range(shape[0])]
             expected = [loss_of(whole, *b) for b in batches]
             (sum(expected) / len(expected)).backward()
             with shardtrace.no_sync(model) if i + 1 < micro else nullcontext():

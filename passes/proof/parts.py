@@ -5,6 +5,7 @@ or on the way from one to the other. The laws of the collectives of sequences ar
 
     cut(whole n) = part n                     gather(part n) = whole n
     sum(sum n) = whole n                      exchange_heads(part n) = heads n, and back
+    scatter(sum n) = part n
 
 A line on parts is the part of the recorded line with the same operands that it would have if the table of dims
 (:mod:`passes.analysis.dims`) computed that line on parts. Attention, losses and slices have laws of their own. The bias
@@ -200,7 +201,7 @@ class _Proof:
                 raise UnknownForm(f"{printed(line)} writes {source.kind}{place(line)}")
             self.writes.append((source.number, target.number))
         if (result := self._with_bias(call, operands)) is not None:
-            return [Form("whole", result)]
+            return [operands[0]._replace(number=result)]
         found = self._vocabulary(line, call, operands) or self._loss(line, call, operands)
         found = found or self._attention(line, call, operands)
         if found is not None:
@@ -292,8 +293,10 @@ class _Proof:
         return [Form("part", entry.results[0], Split.along(dim, stop))]
 
     def _with_bias(self, call: TorchLine | None, operands: Sequence[Form]) -> int | None:
-        """The recorded product with a bias, if a line adds the bias to the product of all ranks."""
-        if call is None or call.name != "add" or any(f.kind != "whole" for f in operands):
+        """The recorded product with a bias, if a line adds the bias to the product of all ranks, or to rows of it."""
+        if call is None or call.name != "add" or [f.kind for f in operands] not in (["whole"] * 2, ["part", "whole"]):
+            return None
+        if operands[0].kind == "part" and operands[0].split.dim >= call.operands[0].ndim - call.operands[1].ndim:
             return None
         alpha = [*call.args[2:], *call.kwargs.values()]
         return self.biased.get(tuple(f.number for f in operands)) if alpha in ([], [1]) else None
@@ -448,6 +451,10 @@ def _sum(form: Form, part: comm.Part) -> Form | None:
     return form._replace(kind="rows") if form.kind == "rows of rank" else None
 
 
+def _scatter(form: Form, part: comm.Part) -> Form | None:
+    return Form("part", form.number, part.split) if form.kind == "sum" else None
+
+
 def _exchange(before: str, after: str) -> Any:
     def law(form: Form, part: comm.Part) -> Form | None:
         same = form.kind == before and form.split == part.split
@@ -465,6 +472,7 @@ LAWS = {
     comm.gather_parts.id: _gather,
     comm.gather_output.id: _gather_output,
     comm.sum_parts.id: _sum,
+    comm.scatter_parts.id: _scatter,
     comm.exchange_heads.id: _exchange("part", "heads"),
     comm.exchange_positions.id: _exchange("heads", "part"),
     comm.to_output.id: _across("whole", "border"),

@@ -173,8 +173,6 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         checks = replace(checks, steps=True)
     if checks.prove is None and os.environ.get("SHARDTRACE_PROVE") == "1":
         checks = replace(checks, prove=True)
-    if given.get("memory") is not None and given["tensor_parallel"] is not None:
-        raise ValueError("memory and tensor_parallel cannot be combined yet: pass one of them")
     precision, bucketing = parse_precision(given["mp_policy"]), given["bucketing_strategy"]
     wrap = bucketing if is_wrap(bucketing) else None
     return Options(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_of, called_module
 from passes.analysis.liveness import step_liveness
-from passes.analysis.recognise import is_deletion, nbytes
+from passes.analysis.recognise import bucket_of, is_deletion, nbytes
 from passes.chunk_loss import CHUNKS, Chunks, chunk_loss
 from passes.pipeline import Compilation, Facts
 from passes.plan import BucketPlan, Placement, ShardedParameter, TracedParameters
@@ -454,9 +454,9 @@ class Steps:
         recomputed = {**base.recomputed, **self._allowed(dict(candidate.recomputed))}
         kept: frozenset[str] | None = None
         if self.contract.may_keep:
-            buckets = [b for label, b in family.buckets.items() if label in candidate.kept]
+            buckets = (b for b in map(bucket_of, family.issues) if b.label in candidate.kept)  # a label may have two
             kept = frozenset(m.parameter.name for b in buckets for m in b.members)
-            if buckets and len(buckets) == len(family.buckets):
+            if kept and candidate.kept.issuperset(family.buckets):
                 kept = frozenset(p.name for p in self._parameters)
         return Choice(recomputed, base.chunks, kept, candidate.prefetch)
 

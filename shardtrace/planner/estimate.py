@@ -377,10 +377,11 @@ class Task(NamedTuple):
         several = 1 < inside < self.world_size and self.world_size % inside == 0
         return (self.world_size // inside, inside) if several else None
 
-    def mesh_of(self, strategy: Any) -> tuple[int, int] | None:
-        """The mesh of a strategy: (replicas, shards), (data, context) or (data, tensor); None if it needs none."""
+    def mesh_of(self, strategy: Any) -> tuple[int, ...] | None:
+        """The mesh of a strategy: (replicas, shards), or (data, context, tensor) without the last ones that are 1; None
+        if it needs none."""
         if self.sharing > 1:
-            return self.world_size // self.sharing, self.sharing
+            return self.world_size // self.sharing, *(ranks for ranks in (self.context, self.tensor) if ranks > 1)
         return self.mesh() if any(rule.needs_mesh for _, rule in parse_rules(strategy)) else None
 
     @property

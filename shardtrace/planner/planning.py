@@ -43,9 +43,9 @@ Ranks = int | Literal["auto"] | None
 
 
 class Degree(NamedTuple):
-    """The steps of one degree, and the fastest that fits. Its ranks share a batch ``by`` "context" or "tensor"."""
+    """The steps of one degree, and the fastest that fits. ``names``: of the degrees that are asked for."""
 
-    by: str
+    names: tuple[str, ...]
     search: Search
     best: Point | None
 
@@ -59,58 +59,64 @@ class Degree(NamedTuple):
         """The seconds in which a rank does the work of a whole batch."""
         return self.ranks * self.best.estimate.seconds if self.best is not None else float("inf")
 
-    @property
-    def leaves_nothing(self) -> bool:
+    def leaves_nothing(self, name: str) -> bool:
         """Whether nothing is left that more ranks could save: activations that are recomputed, the memory of the host,
         and for parameters the time in which compute waits."""
         if self.best is None or self.best.candidate.recomputed or self.best.estimate.host:
             return False
-        return self.by == "context" or self.best.estimate.exposed < NOT_WORTH_IT * self.best.estimate.seconds
+        return name == "context" or self.best.estimate.exposed < NOT_WORTH_IT * self.best.estimate.seconds
 
     def __str__(self) -> str:
+        task = self.search.task
+        said = " and ".join(f"{name} {task.context if name == 'context' else task.tensor}" for name in self.names)
         if self.best is None:
-            return f"{self.by} {self.ranks} does not fit: the least is {size(self.search.front[0].estimate.peak)}."
-        found, whole = self.best.estimate, "sequence" if self.by == "context" else "batch"
-        return f"{self.by} {self.ranks} takes {self.cost:.4g} s a rank for each {whole}, and {size(found.peak)}."
+            return f"{said} does not fit: the least is {size(self.search.front[0].estimate.peak)}."
+        found, whole = self.best.estimate, "batch" if "tensor" in self.names else "sequence"
+        return f"{said} takes {self.cost:.4g} s a rank for each {whole}, and {size(found.peak)}."
 
 
 def explore_degrees(task: Task, context: Ranks, tensor: Ranks, budget: float) -> list[Degree]:
-    """Searches the steps of the given degree, or of 1, 2, 4, ... as long as one may be faster: the last left something
+    """Searches the steps of the given degrees, or of 1, 2, 4, ... as long as one may be faster: the last left something
     that more ranks could save, and took less time than the one before it. The fastest comes first, or if none fits the
     one that needs the least. Call it as a fake rank."""
-    found: list[Degree] = []
-    by = "context" if tensor is None else "tensor"
-    for ranks in degrees(task, context, tensor):
-        search = Search(task._replace(context=ranks) if by == "context" else task._replace(tensor=ranks), budget)
-        found.append(Degree(by, search, fastest(search.points, budget)))
-        best, before = found[-1].best, min((d.cost for d in found[:-1]), default=float("inf"))
-        if found[-1].leaves_nothing or (best is not None and found[-1].cost > (1 - NOT_WORTH_IT) * before):
+    asked = {name: ranks for name, ranks in (("context", context), ("tensor", tensor)) if ranks is not None}
+    for name in ("context", "tensor"):
+        if name not in asked and task.fixed.get(f"{name}_parallel") is not None:
+            raise ValueError(f'{name}_parallel is fixed: say over how many ranks, with {name}=8 or {name}="auto"')
+    if asked and task.mesh_shape is not None:
+        raise ValueError(
+            f"mesh_shape is for hybrid strategies, and {' and '.join(asked)} makes the mesh: pass one of them"
+        )
+    return sorted(_explored(task, asked, (*asked,), budget), key=lambda d: (d.cost, d.search.front[0].estimate.peak))
+
+
+def _explored(task: Task, left: Mapping[str, Ranks], names: tuple[str, ...], budget: float) -> list[Degree]:
+    """The steps of all degrees that are ``left`` to choose: of parameters for each one of sequences."""
+    if not left:
+        search = Search(task, budget)
+        return [Degree(names, search, fastest(search.points, budget))]
+    found, before = list[Degree](), float("inf")
+    (name, asked), *others = left.items()
+    for ranks in degrees(task, name, asked):
+        chosen = task._replace(context=ranks) if name == "context" else task._replace(tensor=ranks)
+        some = _explored(chosen, dict(others), names, budget)
+        found += some
+        best = min(some, key=lambda d: d.cost)
+        if best.leaves_nothing(name) or (best.best is not None and best.cost > (1 - NOT_WORTH_IT) * before):
             break
-    return sorted(found, key=lambda d: (d.cost, d.search.front[0].estimate.peak))
+        before = min(before, best.cost)
+    return found
 
 
-def degrees(task: Task, context: Ranks, tensor: Ranks = None) -> Iterator[int]:
-    """The degrees to try. Parameters are split inside a machine.
+def degrees(task: Task, name: str, asked: Ranks) -> Iterator[int]:
+    """The degrees of "context" or "tensor" to try. Parameters are split inside a machine.
 
     Raises:
-        ValueError: if there is no such degree for these ranks, inputs and options.
+        ValueError: if there is no such degree for these ranks and inputs.
     """
-    asked = {"context": context, "tensor": tensor}
-    for name, ranks in asked.items():
-        if ranks is None and task.fixed.get(f"{name}_parallel") is not None:
-            raise ValueError(f'{name}_parallel is fixed: say over how many ranks, with {name}=8 or {name}="auto"')
-    given = {name: ranks for name, ranks in asked.items() if ranks is not None}
-    if not given:
-        yield 1
-        return
-    if len(given) > 1:
-        raise ValueError("context and tensor cannot be combined yet: pass one of them")
-    ((name, number),) = given.items()
-    if task.mesh_shape is not None:
-        raise ValueError(f"mesh_shape is for hybrid strategies, and {name} makes the mesh: pass one of them")
-    world, positions = task.world_size, task.positions
-    if number != "auto":
-        ranks = parse_count(name, number, 'a number of ranks, 1 or more, or "auto"', least=1)
+    world, positions = task.world_size // task.sharing, task.positions
+    if asked != "auto":
+        ranks = parse_count(name, asked, 'a number of ranks, 1 or more, or "auto"', least=1)
         if world % ranks:
             raise ValueError(f"{name}={ranks} does not divide the {world} ranks")
         if name == "context" and ranks > 1 and 2 * ranks > positions:

@@ -330,7 +330,7 @@ class TrainingPlan:
     Args:
         model: the class of the model; ``fingerprint`` identifies its parameters.
         world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen, (data, context) if
-            sequences are split, or (data, tensor) if parameters are.
+            sequences are split, (data, tensor) if parameters are, or (data, context, tensor).
         budget: the memory that a step may need; ``budget_given``: as the user wrote it, if that was not in GiB.
         device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
             "calibrated", "partly calibrated" (links are modelled) or "given".
@@ -352,7 +352,7 @@ class TrainingPlan:
     model: str
     fingerprint: str
     world_size: int
-    mesh_shape: tuple[int, int] | None
+    mesh_shape: tuple[int, ...] | None
     budget: float
     device: str
     links: str
@@ -575,7 +575,7 @@ class TrainingPlan:
             data |= {name: tuple(data.get(name, ())) for name in ("notes", "helps")}
             data.pop("answer", None)  # which follows from the others
             found = _checked(cls(**data))
-            if (shape := found.mesh_shape) and (len(shape) != 2 or math.prod(shape) != found.world_size):
+            if (shape := found.mesh_shape) and (len(shape) not in (2, 3) or math.prod(shape) != found.world_size):
                 raise ValueError(f"a mesh of shape {shape} for {found.world_size} ranks")
             options_of(found.choices)
             return found

@@ -24,7 +24,7 @@ from passes.analysis.recognise import (
     waits_for_future,
 )  # fmt: skip
 from passes.borders import fetch, run_rebuild, run_setter
-from passes.comm.sequence import Part, cut, widen
+from passes.comm.sequence import SCATTER, Part, cut, widen
 from passes.comm.symbols import accumulate, accumulated, keep_shards
 from passes.compat.jit import calling_function_of, function_of
 from passes.gradients import mark_unused, unless_unused
@@ -567,11 +567,18 @@ def _sums(body: Body, rng: Random) -> list[tuple[int, int]]:
 
 @kind()
 def leave_a_sum_pending(body: Body, rng: Random) -> Lines | None:
-    """Each rank goes on with what it has of the sum."""
+    """Each rank goes on with what it has of the sum, or with its rows of that."""
     for issued, at in _sums(body, rng)[:1]:
         lines = reading_from(body.lines, at + 1, body.lines[at].output, body.lines[issued].args[0])
         return [b for i, b in enumerate(lines) if i not in (issued, at)]
-    return None
+    scatters = {b.output.name: b for b in body.lines if b.sym.id == SCATTER.issue.id}
+    waits = [b for b in body.lines if b.sym.id == SCATTER.wait.id]
+    if not waits:
+        return None
+    wait = rng.choice(waits)
+    issue = scatters[wait.args[0].name]
+    own = cut.bind(*issue.args, output=wait.output)
+    return [own if b is wait else b for b in body.lines if b is not issue]
 
 
 @kind()

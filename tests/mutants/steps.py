@@ -217,7 +217,7 @@ def _labelled() -> dict[str, Any]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "gpt": (_gpt, lambda: (_ids(2, 8), _ids(2, 8).flip(1))),
+    "gpt": (_gpt, lambda: (_ids(1, 7), _ids(1, 7).flip(1))),  # rows that do not divide by ranks
     "llama": (_llama, _labelled),
     "moe": (_moe, _labelled),
     "bert": (_bert, _labelled),

@@ -189,27 +189,29 @@ def test_lines_of_a_loss_on_parts_of_a_vocabulary(compiled):
         """\
 t0 = cut(t_wte_weight, tensor_dim0_of_2x16)
 (t1,) = torch_embedding_part(x, t0)
-t2 = sum_parts(t1, tensor_ranks)
-t3 = ltorch.linear(t2, t0, None)
-logits = ltorch.getitem(t3, (slice(None,None,None), slice(None,-1,None), slice(None,None,None)))
-t4 = ltorch.div(logits, 3, rounding_mode=None, out=None)
-t5 = ltorch.tanh(t4)
-t6 = ltorch.mul(t5, 3)
-t7 = ltorch.flatten(t6, 0, 1)
-t8 = ltorch.getitem(y, (slice(None,None,None), slice(1,None,None)))
-t9 = ltorch.flatten(t8, 0, -1)
-(t10,) = torch_loss_part(t7, t9)
-t11 = gather_parts(t10, tensor_dim1_of_2x3)
-(loss,) = torch_cross_entropy_part(t11, t9)
-t12 = to_output(loss, tensor_ranks)
-return {'output': (t12,), 'flat_args': [x, y, t_wte_weight]}""",
+t2 = scatter_parts(t1, tensor_dim0_of_2)
+t3 = gather_parts(t2, tensor_dim0_of_2)
+t4 = ltorch.linear(t3, t0, None)
+logits = ltorch.getitem(t4, (slice(None,None,None), slice(None,-1,None), slice(None,None,None)))
+t5 = ltorch.div(logits, 3, rounding_mode=None, out=None)
+t6 = ltorch.tanh(t5)
+t7 = ltorch.mul(t6, 3)
+t8 = ltorch.flatten(t7, 0, 1)
+t9 = ltorch.getitem(y, (slice(None,None,None), slice(1,None,None)))
+t10 = ltorch.flatten(t9, 0, -1)
+(t11,) = torch_loss_part(t8, t10)
+t12 = gather_parts(t11, tensor_dim1_of_2x3)
+(loss,) = torch_cross_entropy_part(t12, t10)
+t13 = to_output(loss, tensor_ranks)
+return {'output': (t13,), 'flat_args': [x, y, t_wte_weight]}""",
     )
     assert shardtrace.prove(cmodel).verdict == "proven"
     sent = [(row.kind, row.phase, row.bytes) for row in shardtrace.collectives(cmodel) if row.kind.endswith("_parts")]
     rows, numbers = 2 * 6 * 8 * 4, 2 * 5 * 2 * 3 * 4
     assert sent == [
-        ("all_reduce_parts", "forward", rows), ("all_gather_parts", "forward", numbers),
-        ("reduce_scatter_parts", "backward", numbers), ("all_reduce_parts", "backward", rows),
+        ("reduce_scatter_parts", "forward", rows), ("all_gather_parts", "forward", rows),
+        ("all_gather_parts", "forward", numbers), ("reduce_scatter_parts", "backward", numbers),
+        ("reduce_scatter_parts", "backward", rows), ("all_gather_parts", "backward", rows),
     ]  # fmt: skip
 
 
@@ -307,7 +309,6 @@ def test_random_numbers_that_do_not_divide_are_refused(compiled):
     ("options", "error"),
     [
         ({"context_parallel": "tensor"}, "context_parallel and tensor_parallel both name 'tensor'"),
-        ({"memory": "80GB"}, "memory and tensor_parallel cannot be combined yet"),
         ({"sharding_strategy": "hybrid_zero3"}, "tensor_parallel shards parameters over all ranks of the mesh"),
         ({"tensor_parallel": "model"}, r"tensor_parallel='model' needs a DeviceMesh that has a dimension of this name"),
         ({"tensor_parallel": 2}, "must be the name of a mesh dimension or TensorParallel"),

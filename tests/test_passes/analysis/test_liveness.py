@@ -333,8 +333,10 @@ def test_ranks_of_parameters_share_what_is_split(fake_ranks, tmp_path):
     saved = [m.forward.lines[-1].saved for m in memory]
     sent = [sum(row.bytes for row in shardtrace.collectives(m) if row.kind == "all_gather") for m in models]
     tokens, blocks = LONG.numel() * 4, 2
-    # queries, keys, values and what attention makes of them; gate, its sigmoid or silu, up, and their product
-    assert saved[0] - saved[2] == pytest.approx(0.75 * blocks * tokens * (4 * 128 + 4 * 384), rel=0.05)
+    # queries, keys, values and what attention makes of them; gate, its sigmoid or silu, up, and their product; of each
+    # norm but the first its input, and that normalized
+    each = 4 * 128 + 4 * 384 + 2 * 2 * 128
+    assert saved[0] - saved[2] == pytest.approx(0.75 * blocks * tokens * each, rel=0.05)
     for found in (saved, sent):
         assert found[0] - found[2] == pytest.approx(1.5 * (found[0] - found[1]), rel=0.05)
     peak = memory[2].peak - memory[2].forward.lines[0].inputs

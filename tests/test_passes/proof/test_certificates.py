@@ -143,7 +143,7 @@ NO_ADJOINTS = {
     "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S.GATHER(g, part)),
     "a sum's is its own": ("gather", S.sum_parts, S.SUM, S._copy),
     "a cut parameter's is gathered": ("tensor", S.cut, S.cut, lambda g, part: S.GATHER(g, part)),
-    "a sum of products is its own": ("tensor", S.sum_parts, S.SUM, S._copy),
+    "rows of a sum have only their own": ("tensor", S.scatter_parts, S.SCATTER, S.widen),
     "an output's is not divided": ("gather", S.to_output, S._copy, S._copy),
     "heads stay": ("ulysses", S.exchange_heads, S.TO_HEADS, lambda g, part: S.TO_POSITIONS(g * 1.0, part) * 2.0),
     "positions stay": ("ulysses", S.exchange_positions, S.TO_POSITIONS, lambda g, part: S.TO_HEADS(g, part) * 0.5),

@@ -24,12 +24,14 @@ def split():
 
 @pytest.mark.parametrize("by", ["context", "tensor"])
 def test_fsdp_takes_a_plan_that_splits(split, tmp_path, by):
+    shape = (2, 2)
     if by == "tensor":
-        split = shardtrace.plan(gpt(2), (tokens(), tokens()), memory="1GB", tensor=2, **CLUSTER)
+        split = shardtrace.plan(gpt(2), (tokens(), tokens()), memory="1GB", context=2, tensor=2, **CLUSTER)
+        shape = (RANKS // 4, 2, 2)
     split.to_json(tmp_path / "plan.json")
     assert shardtrace.TrainingPlan.from_json(tmp_path / "plan.json") == split
-    assert (split.mesh_shape, split.choices[f"{by}_parallel"]) == ((2, 2), by)
-    assert split.tokens == tokens().numel() // 2
+    assert (split.mesh_shape, split.choices[f"{by}_parallel"]) == (shape, by)
+    assert split.tokens == tokens().numel() * shape[0] // RANKS
     with fake_ranks(RANKS):
         cmodel = thunder.jit(shardtrace.fsdp(gpt(2), plan=tmp_path / "plan.json"))
         cmodel(tokens(), tokens()).backward()
@@ -67,14 +69,14 @@ def test_auto_splits_what_does_not_fit():
 
 def test_degrees(task):
     task = task._replace(world_size=24, fixed={})
-    assert list(degrees(task, None)) == [1]
-    assert list(degrees(task, 3)) == [3]
-    assert list(degrees(task, "auto")) == [1, 2, 4, 8]  # sequences of 16 tokens
-    assert list(degrees(task, None, "auto")) == [1]  # one rank a machine
+    assert list(degrees(task, "context", 3)) == [3]
+    assert list(degrees(task, "context", "auto")) == [1, 2, 4, 8]  # sequences of 16 tokens
+    assert list(degrees(task, "tensor", "auto")) == [1]  # one rank a machine
     inside = task.setting._replace(cost=replace(task.setting.cost, node_ranks=6))
-    assert list(degrees(task._replace(setting=inside), None, "auto")) == [1, 2, 4]
+    assert list(degrees(task._replace(setting=inside), "tensor", "auto")) == [1, 2, 4]
+    assert list(degrees(task._replace(setting=inside, context=12), "tensor", "auto")) == [1, 2]
     part = ContextParallel("c", sequence_dim=0)
-    assert list(degrees(task._replace(fixed={"context_parallel": part}), "auto")) == [1, 2]  # 4 of them
+    assert list(degrees(task._replace(fixed={"context_parallel": part}), "context", "auto")) == [1, 2]  # 4 of them
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_degrees(task):
         ({"context": 3}, "context=3 does not divide the 4 ranks"),
         ({"context": 16, "world_size": 16}, "context=16 needs sequences of 32 positions: the inputs have 16"),
         ({"tensor": 3}, "tensor=3 does not divide the 4 ranks"),
-        ({"tensor": 2, "context": 2}, "context and tensor cannot be combined yet"),
+        ({"tensor": 2, "context": 4}, "tensor=2 does not divide the 1 ranks"),
         ({"fixed": {"tensor_parallel": "t"}}, "tensor_parallel is fixed: say over how many ranks"),
         ({"context": "all"}, "context must be a number of ranks"),
         ({"context": 2, "mesh_shape": (2, 2)}, "mesh_shape is for hybrid strategies"),

@@ -5,7 +5,7 @@ import json
 import re
 
 import shardtrace
-from shardtrace import CompilePolicy, MemoryBudget, MemoryBudgetError
+from shardtrace import CompilePolicy, MemoryBudget, MemoryBudgetError, TensorParallel
 from shardtrace.planner import contract
 from shardtrace.planner.planning import compiled_estimate
 from shardtrace.testing import compile_only
@@ -14,6 +14,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from contexts import mesh_of
 from ranks import on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity
@@ -134,10 +135,16 @@ def predictions(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("strategy", "budget"), [("zero2", "0.9MB"), ("ddp", "1.7MB"), ("owner", "1.2MB")])
+@pytest.mark.parametrize(
+    ("strategy", "budget"), [("zero2", "0.9MB"), ("ddp", "1.7MB"), ("owner", "1.2MB"), ("tensor", "0.75MB")]
+)
 def test_what_runs_is_what_was_predicted(fake_ranks, predictions, strategy, budget):
     fake_ranks(4)
-    function, line = compiled(budget, sharding_strategy=strategy)
+    options = {"sharding_strategy": strategy}
+    if strategy == "tensor":  # some of the buckets stay, in two parts each
+        tensor = TensorParallel("tensor", {"wte.weight": "whole"})
+        options = {"mesh": mesh_of((2, 2), "tensor"), "tensor_parallel": tensor}
+    function, line = compiled(budget, **options)
     [(expected, setting, choice)] = predictions
     assert choice.recomputed
     assert "recomputing" in line
