@@ -131,12 +131,16 @@ def _wait(future: InFlight, part: Part) -> None:
         future.wait()
 
 
-def _issue_gather(x: torch.Tensor, part: Part) -> InFlight:
+def _start(call: Any, received: torch.Tensor, sent: torch.Tensor, part: Part) -> InFlight:
+    """Calls a collective of the backend on two contiguous tensors."""
     with part.plan.runtime.communicating(part.label):
-        sent = x.contiguous()
-        received = sent.new_empty(part.plan.ranks, *x.shape)
-        work = all_gather_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
+        work = call(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
     return InFlight([work], received, sent)
+
+
+def _issue_gather(x: torch.Tensor, part: Part) -> InFlight:
+    sent = x.contiguous()
+    return _start(all_gather_single, sent.new_empty(part.plan.ranks, *x.shape), sent, part)
 
 
 def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
@@ -173,10 +177,7 @@ def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
     sent = _by_rank(whole, part)
     if part.plan.direct:
         return _all_to_all(sent, part)
-    with part.plan.runtime.communicating(part.label):
-        received = torch.empty_like(sent[0])
-        work = reduce_scatter_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
-    return InFlight([work], received, sent)
+    return _start(reduce_scatter_single, torch.empty_like(sent[0]), sent, part)
 
 
 def _wait_scatter(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
@@ -186,10 +187,7 @@ def _wait_scatter(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch
 
 
 def _all_to_all(sent: torch.Tensor, part: Part) -> InFlight:
-    with part.plan.runtime.communicating(part.label):
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
-    return InFlight([work], received, sent)
+    return _start(dist.all_to_all_single, torch.empty_like(sent), sent, part)
 
 
 def _issue_to_heads(x: torch.Tensor, part: Part) -> InFlight:
