@@ -173,8 +173,12 @@ class Rehearsal:
 
     def __call__(self, computation: TraceCtx, facts: Facts, recomputed: Mapping[str, str]) -> list[TraceCtx]:
         """The forward and the backward, if there is one. ``recomputed``: as for :func:`mark_blocks`."""
-        mine = Compilation()
-        mine.facts = replace(facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], record=None)
+        mine, tensors, context = Compilation(), facts.tensors, facts.context
+        mine.facts = replace(
+            facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], record=None, contract=None,
+            tensors=replace(tensors, differentiated=set(), remarks={}) if tensors is not None else None,
+            context=replace(context, differentiated=set(), remarks={}) if context is not None else None,
+        )  # fmt: skip
         trace = from_trace(computation)
         trace.bound_symbols = [copy_of(b) for b in computation.bound_symbols]
         trace = mark_blocks(trace, recomputed)

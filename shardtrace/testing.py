@@ -134,21 +134,30 @@ def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:
     thunder.compile_data(function).get_computation_and_inputs(*args, **kwargs)
 
 
-def compile_sharded(
-    model: nn.Module, arguments: Arguments, *, fsdp_options: Mapping[str, Any], jit_options: Mapping[str, Any]
-) -> Any:
-    """A jitted and sharded copy of ``model``, compiled for one call in the current process group.
+@contextmanager
+def sharded_copy(
+    model: nn.Module, arguments: Arguments, fsdp_options: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, Arguments]]:
+    """A sharded copy of ``model``, which has no memory, and the arguments on its device. Compile it inside.
 
-    The model is not changed. Its copy has no memory. A step that is never run is proven only where its proof is shown.
+    A step that is never run is proven only where its proof is shown.
     """
     init = fsdp_options.get("init_policy", InitPolicy())
     device = resolve_device(init.device, _device(model, arguments))
     checks = replace(fsdp_options.get("checks", Checks()), prove=False)
     policies = {"init_policy": replace(init, device=device, param_init_fn=never_runs), "checks": checks}
-    options = {**fsdp_options, **policies}
     with deeper_recursion(), attention_of_gpus() if is_absent(device) else nullcontext():
-        ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
-        compile_only(ours, _on(device, arguments))
+        yield fsdp(hollow_copy(model), **{**fsdp_options, **policies}), _on(device, arguments)
+
+
+def compile_sharded(
+    model: nn.Module, arguments: Arguments, *, fsdp_options: Mapping[str, Any], jit_options: Mapping[str, Any]
+) -> Any:
+    """A jitted and sharded copy of ``model``, compiled for one call in the current process group. The model is not
+    changed."""
+    with sharded_copy(model, arguments, fsdp_options) as (copy, given):
+        ours = thunder.jit(copy, **jit_options)
+        compile_only(ours, given)
     return ours
 
 

@@ -83,9 +83,12 @@ def half(strategy):
         step(strategy, mp_policy=precision)
 
 
-def clipping(strategy):
-    model, _ = step(strategy)
+def one_step(strategy):
+    """What needs no options: one compilation has all."""
+    model, cmodel = step(strategy, accumulate=True)
+    assert shardtrace.block_traces(cmodel)
     shardtrace.clip_grad_norm_(model, 1.0)
+    torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1).step(lambda: torch.tensor(0.0))
 
 
 def checkpointing(strategy):
@@ -104,11 +107,6 @@ def offload(strategy):
     gpu = {"init_policy": shardtrace.InitPolicy(device="cuda")}
     options = {"sharding_strategy": strategy, "offload_policy": CPUOffloadPolicy()}
     assert shardtrace.inspect(net(), X, **ranks, **gpu, **options).totals.collectives
-
-
-def compiled_blocks(strategy):
-    _, cmodel = step(strategy)
-    assert shardtrace.block_traces(cmodel)
 
 
 def torchcompile(strategy):
@@ -147,20 +145,9 @@ def fabric(strategy):
     optimizer.step()
 
 
-def optimizer(*classes):
-    def optimize(strategy):
-        model, _ = step(strategy)
-        for cls in classes:
-            parameters = [p for p in model.parameters() if p.ndim == 2]
-            cls(parameters, lr=0.1).step(lambda: torch.tensor(0.0))
-
-    return optimize
-
-
 FEATURES = {
     "bf16, fp16": half,
-    "accumulation": lambda strategy: step(strategy, accumulate=True),
-    "clipping": clipping,
+    **dict.fromkeys(("accumulation", "clipping", "compiled blocks", "Muon"), one_step),
     "checkpointing": checkpointing,
     "rounded gathers": lambda strategy: step(strategy, **rounded(gather_dtype="int8")),
     "rounded reductions": lambda strategy: step(strategy, **rounded(reduce_wire="int8")),
@@ -168,18 +155,18 @@ FEATURES = {
         strategy, mp_policy="fp16", **rounded(reduce_wire="int8", error_feedback=True)
     ),
     "CPU offload": offload,
-    "compiled blocks": compiled_blocks,
     "torchcompile": torchcompile,
     "long sequences": long_sequences,
     "Lightning Fabric": fabric,
-    "Muon": optimizer(torch.optim.Muon),
 }
 REFUSALS = r"changes nothing|keeps nothing in host memory|fp16 scales the gradients|cannot be combined with"
 
 
-@pytest.mark.parametrize(("feature", "strategy", "cell"), list(table()))
+@pytest.mark.parametrize(
+    ("feature", "strategy", "cell"), dict.fromkeys((FEATURES[feature], *others) for feature, *others in table())
+)
 def test_cell(fake_ranks, feature, strategy, cell):
     """ "Slower" compiles as "yes" does."""
     fake_ranks(4)
     with pytest.raises((ValueError, RuntimeError), match=REFUSALS) if cell == "refused" else nullcontext():
-        FEATURES[feature](strategy)
+        feature(strategy)

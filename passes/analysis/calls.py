@@ -157,8 +157,8 @@ def region_of(bsym: BoundSymbol) -> BoundSymbol | None:
 
 
 def lines_within(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
-    """The lines of the block's function that a line calls, or else its subsymbols."""
-    called = block_function(bsym)
+    """The lines of the block, or of a block's function, that a line calls, or else its subsymbols."""
+    called = block_of(bsym) or block_function(bsym)
     return called.trace.bound_symbols if called is not None else bsym.subsymbols
 
 

@@ -171,16 +171,9 @@ def work(bsym: BoundSymbol) -> Work:
     return total
 
 
-def forward_flops(bsym: BoundSymbol, *, all_scores: bool = True) -> int:
-    """FLOPs of a line of forward, without those of the gradients that a loss in chunks computes there.
-    ``all_scores``: causal attention counts like one without a mask, else half."""
-    if not all_scores:
-        return forward_flops(bsym) - _causal(bsym) // 2
-    call = call_of(bsym.sym)
-    if call is not None and isinstance(call.function, ChunkedLoss):
-        rows, width, classes, _ = _sizes_of_loss(call)
-        return 2 * rows * width * classes
-    return work(bsym).flops
+def useful_flops(bsym: BoundSymbol) -> int:
+    """FLOPs of a recorded line, with half of the scores of causal attention."""
+    return flops(bsym) - _causal(bsym) // 2
 
 
 def _causal(bsym: BoundSymbol) -> int:

@@ -42,7 +42,6 @@ from passes.comm.symbols import ALL_GATHER, accumulate, accumulated
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
-import torch
 from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
@@ -400,10 +399,10 @@ def _shards(trace: TraceCtx) -> Values:
     for bsym in trace.bound_symbols:
         if bsym.sym.id == ALL_GATHER.issue.id:
             tensors = [blank(a) for a in bsym.args[0]]
-            flat = torch.cat([t.reshape(-1) for t in tensors])
-            pieces = flat.split([t.numel() for t in tensors])
-            for a, piece, t in zip(bsym.args[0], pieces, tensors, strict=True):
-                found[a.name] = piece.view(t.shape)
+            flat, begin = tensors[0].new_empty(sum(t.numel() for t in tensors)), 0
+            for a, t in zip(bsym.args[0], tensors, strict=True):
+                found[a.name] = flat.as_strided(t.shape, t.stride(), begin)
+                begin += t.numel()
     return found
 
 

@@ -559,8 +559,8 @@ def replace_missing_fuser() -> None:
 
 def trace_faster() -> None:
     """Replaces what Thunder calls most often while it traces by functions with the same results. Thunder asks for the
-    signature of a symbol at each line, lists the types that it can flatten at each container, and reads the sources of
-    all functions around a compilation, of which it wants none. Python 3.11 takes a lock for each cached property.
+    signature of a symbol at each line, lists the types that it can flatten at each container, and describes all
+    functions around a compilation, of which it wants one. Python 3.11 takes a lock for each cached property.
     """
     trees = _Trees()
     faster: dict[Any, Any] = {
@@ -577,9 +577,14 @@ def trace_faster() -> None:
     for attribute, value in list(vars(BoundSymbol).items()) if sys.version_info < (3, 12) else ():
         if isinstance(value, functools.cached_property):
             setattr(BoundSymbol, attribute, _Cached(value.func))
-    without_sources = ModuleType("inspect")
-    vars(without_sources).update(vars(inspect), stack=functools.partial(inspect.stack, 0))
-    interpreter.inspect = without_sources
+    of_caller = ModuleType("inspect")
+    vars(of_caller).update(vars(inspect), stack=_stack)
+    interpreter.inspect = of_caller
+
+
+def _stack() -> list[Any]:
+    """What Thunder's interpreter reads of ``inspect.stack()``: the caller of the function that makes its context."""
+    return [None, None, inspect.getframeinfo(sys._getframe(3), context=0)]
 
 
 class _Trees:

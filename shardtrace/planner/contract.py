@@ -183,15 +183,7 @@ class Contract:
 
     def rehearse(self, computation: TraceCtx, choice: Choice) -> Compiled | TraceCtx:
         """A step before its collectives are placed; a forward, if there is nothing to differentiate."""
-        tensors, context = self.facts.tensors, self.facts.context
-        facts = replace(
-            self.facts,
-            chunks=choice.chunks,
-            parameters=self.parameters(choice),
-            contract=None,
-            tensors=replace(tensors, differentiated=set(), remarks={}) if tensors is not None else None,
-            context=replace(context, differentiated=set(), remarks={}) if context is not None else None,
-        )
+        facts = replace(self.facts, chunks=choice.chunks, parameters=self.parameters(choice))
         assert self.compilation.rehearse is not None
         traces = self.compilation.rehearse(computation, facts, choice.recomputed)
         return compiled_step(*traces) if len(traces) > 1 else traces[0]
@@ -335,7 +327,7 @@ class Steps:
         self.contract, self.computation, self.asked = contract, computation, asked
         self.budget = contract.budget
         fixed = {} if contract.pinned is None else {"prefetch": contract.pinned}
-        self.task = Task(contract.state.model, None, contract.state.group.size(), None, contract.setting, fixed, {})
+        self.task = Task(contract.state.model, None, contract.state.group.size(), None, contract.setting, fixed, {}, {})
         self.families: dict[str, tuple[Family, Choice]] = {}
         self.plain = self._add(asked, first, {NOTHING: first.calls})
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_functions
+from passes.analysis.flops import flops, useful_flops
 from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
 from passes.analysis.recognise import (
     bucket_of,
@@ -20,18 +23,24 @@ from passes.analysis.recognise import (
     nbytes,
     part_at,
 )
-from passes.plan import CostModel
+from passes.compat.jit import Collections
+from passes.pipeline import Compilation, Facts
+from passes.plan import CostModel, TracedParameters
 from passes.plan.cost import HOST_MEMORY, Hardware
 from shardtrace.inspector.timeline import predicted
+from shardtrace.model.state import ShardedState, states_in
+from shardtrace.model.tracing import contexts_of
 from shardtrace.options.policies import NO_WIRES, Allowed, grouped, optimizer_class, parse_context
-from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
-from shardtrace.planner.compose import Compiled, ComposedStep, compiled
+from shardtrace.options.strategy import ShardingStrategy, checkpointed_blocks, parse_rules, parse_sharding_strategy
+from shardtrace.planner.compose import Compiled, ComposedStep, compiled, compiled_step
 from shardtrace.planner.training_plan import mesh_dim_names
-from shardtrace.testing import compile_sharded, parse_arguments
+from shardtrace.testing import Arguments, compile_only, parse_arguments, sharded_copy
 
+import thunder
 import torch
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import dce
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -252,6 +261,54 @@ def _trained_words(forward: TraceCtx) -> tuple[int, int, int]:
 # ---- the task ----
 
 
+class Recorded(BaseException):
+    """The forward of a model as it was recorded. It is the limit of memory of a model that is compiled only to be
+    recorded, and the error that ends this compilation. Steps with other options are compiled of it."""
+
+    def __init__(self, compilation: Compilation, facts: Facts, states: Sequence[ShardedState]) -> None:
+        super().__init__()
+        self.rehearse, self.facts = compilation.rehearse, facts
+
+    def choose(self, computation: TraceCtx) -> Mapping[str, str]:
+        self.computation, self.variables = computation, copy_context()
+        raise self
+
+    def check(self, trace: TraceCtx) -> None: ...
+
+    def compile(self, state: ShardedState, recomputed: Mapping[str, str]) -> list[TraceCtx]:
+        """The forward and the backward before their collectives are placed, with the shards of ``state``."""
+        by_name = {p.name: p for p in state.by_stand_in.values()}
+        known = self.facts.parameters.by_history
+        parameters = TracedParameters({i: (history, by_name[p.name]) for i, (history, p) in known.items()})
+        parameters.steps[state.runtime] = state.runtime.step()
+        tensors, context = contexts_of([state], Facts())
+        if context is not None and self.facts.context is not None:
+            context.kept = self.facts.context.kept
+        facts = replace(self.facts, parameters=parameters, tensors=tensors, context=context)
+        assert self.rehearse is not None
+        return self.variables.copy().run(self.rehearse, self.computation, facts, recomputed)
+
+    @cached_property
+    def flops(self) -> tuple[int, int]:
+        """Those of the products, with half of the scores of causal attention, and with all of them."""
+        lines = dce(self.computation).bound_symbols
+        return sum(map(useful_flops, lines)), sum(map(flops, lines))
+
+
+def record(model: nn.Module, arguments: Arguments, jit_options: Mapping[str, Any]) -> Recorded:
+    """Records the call of a sharded model, and compiles nothing."""
+    [state] = states_in(model)
+    state.contract = Recorded
+    try:
+        compile_only(thunder.jit(model, **jit_options), arguments)
+    except Recorded as found:
+        return found.with_traceback(None)
+    finally:
+        state.contract = None
+        Collections.become_usual()
+    raise AssertionError("the passes did not run")
+
+
 STRATEGIES = {  # of each family: what is kept gathered, and what is gathered again
     "zero": ("zero2", "zero3"),
     "hybrid": ("hybrid_zero2", "hybrid_zero3"),
@@ -264,7 +321,8 @@ OVER_MACHINES = ("hybrid", "secondary")  # which save only communication between
 class Task(NamedTuple):
     """What is to be planned: a model, a rank's inputs, the ranks, options of ``fsdp`` that are ``fixed``, the wires
     that are ``allowed``, and the numbers of ranks over which each sequence is split, and parameters with which ranks
-    compute."""
+    compute. ``records`` has the forwards that were recorded, by whether sequences and parameters are split: it is
+    filled."""
 
     model: nn.Module
     inputs: Any
@@ -273,6 +331,7 @@ class Task(NamedTuple):
     setting: Setting
     fixed: Mapping[str, Any]
     jit_options: Mapping[str, Any]
+    records: dict[tuple[bool, bool], Recorded]
     allowed: Allowed = NO_WIRES
     context: int = 1
     tensor: int = 1
@@ -353,16 +412,42 @@ class Task(NamedTuple):
         return {"bucketing_strategy": "block", **self.fixed, **split, **chosen}
 
     def compile(self, **chosen: Any) -> Compiled:
-        """A step with options of ``fsdp`` in place of or beside the fixed ones. Call it as a fake rank."""
-        return compiled(self.compile_function(chosen))
+        """A step with options of ``fsdp`` in place of or beside the fixed ones, of the forward that is recorded once.
+        Call it as a fake rank."""
+        if "bucketing_strategy" in chosen:  # other blocks are functions
+            return compiled(self.compile_function(chosen))
+        marks = chosen.pop("activation_checkpointing", None)
+        with self._sharded(chosen) as (model, arguments):
+            key = self.context > 1, self.tensor > 1
+            if (recorded := self.records.get(key)) is None:
+                recorded = self.records[key] = record(model, arguments, self.jit_options)
+            [state] = states_in(model)
+            blocks = checkpointed_blocks(model, marks)
+            traces = recorded.compile(state, {name: what for name, (_, what) in blocks.items()})
+        if len(traces) == 1:
+            raise ValueError("there is nothing to train: no parameter requires a gradient")
+        return compiled_step(*traces)
+
+    @property
+    def useful_flops(self) -> tuple[float, float]:
+        """A rank's share of the FLOPs of a forward and a backward that recompute nothing: a backward has twice the
+        products of its forward. With half of the scores of causal attention, and with all of them."""
+        half, all_scores = next(iter(self.records.values())).flops
+        return 3 * half / self.sharing, 3 * all_scores / self.sharing
 
     def compile_function(self, chosen: Mapping[str, Any]) -> Any:
-        """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
+        """The jitted model, recorded and compiled to the end."""
+        with self._sharded(chosen) as (model, arguments):
+            ours = thunder.jit(model, **self.jit_options)
+            compile_only(ours, arguments)
+        return ours
+
+    def _sharded(self, chosen: Mapping[str, Any]) -> AbstractContextManager[tuple[nn.Module, Arguments]]:
+        """A sharded copy of the model, and its arguments."""
         options = self.options(chosen) | {"cost_model": self.setting.cost}
         if (context := parse_context(options.get("context_parallel"))) is not None:
             options["context_parallel"] = replace(context, arguments="whole")  # as the inputs are
         options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
         if shape := self.mesh_of(options["sharding_strategy"]):
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=mesh_dim_names(options))
-        arguments = parse_arguments(self.inputs)
-        return compile_sharded(self.model, arguments, fsdp_options=grouped(options), jit_options=self.jit_options)
+        return sharded_copy(self.model, parse_arguments(self.inputs), grouped(options))

@@ -154,9 +154,9 @@ def plan(
 ) -> TrainingPlan:
     """Chooses the options of :func:`shardtrace.fsdp` for a model on a cluster, under a budget of memory.
 
-    Compiles the model for fake ranks, composes the traces of many combinations, and predicts each with the schedule,
-    the cost model and the prediction of memory that :func:`shardtrace.inspect` uses. Nothing runs, and neither a GPU
-    nor other ranks are needed. The same arguments give the same plan on every machine.
+    Records the model for fake ranks, compiles the record in several ways, composes the traces of many combinations, and
+    predicts each with the schedule, the cost model and the prediction of memory that :func:`shardtrace.inspect` uses.
+    Nothing runs, and neither a GPU nor other ranks are needed. The same arguments give the same plan on every machine.
 
     It decides the strategy, which blocks' parameters stay gathered between forward and backward, what each block
     recomputes in backward (nothing, the cheap activations, all), the prefetch, and whether shards and the optimizer
@@ -218,11 +218,12 @@ def plan(
     rates = Rates(given, "given", "given rates") if given is not None else rates_of(found, names, world_size)
     budget = found.memory if memory is None else parse_bytes(memory)
     setting = Setting(rates.cost, found, optimizer_cost(optimizer, found.name), accumulation)
-    task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
+    task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), {}, wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
         chosen, *others = explore_degrees(task, context, tensor, budget)
         search = chosen.search
         result = replace(_write(search, chosen.best or search.front[0], rates, others), budget_given=_decimal(memory))
+    task.records.clear()
     if chosen.best is None:
         lower = "" if "mp_policy" in fixed else ', or a lower precision (fixed={"mp_policy": "bf16"})'
         if context is None and tensor is None:
@@ -268,7 +269,7 @@ def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree])
     task, family, found = search.task, search.families[point.candidate.family], point.estimate
     setting, choices = task.setting, task.options(family.options_of(point.candidate))
     of_peak = setting.accumulation / (found.seconds * setting.hardware.peak) if found.seconds else 0.0
-    useful, all_scores = family.useful_flops
+    useful, all_scores = task.useful_flops
     return TrainingPlan(
         model=type(task.model).__name__,
         fingerprint=fingerprint(task.model),

@@ -21,7 +21,6 @@ from functools import cached_property, partial
 from itertools import cycle, product, starmap
 from typing import Any, NamedTuple
 
-from passes.analysis.flops import forward_flops
 from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, nbytes
 from passes.analysis.seconds import block_seconds, compute_seconds, latency_seconds, link_seconds
 from passes.plan import Bucket, Wire
@@ -264,18 +263,6 @@ class Family:
         gather = allowed.gathers.get(candidate.rounding.gather)
         reduction = allowed.reductions.get(candidate.rounding.reduction)
         return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch, gather, reduction))
-
-    @property
-    def useful_flops(self) -> tuple[float, float]:
-        """A rank's share of the FLOPs of a forward and a backward that recompute nothing: a backward has twice the
-        products of its forward. With half of the scores of causal attention, and with all of them. Call it as a fake
-        rank."""
-        step, task = self.base.step, self.task
-        if task.tensor > 1:  # without the products that each rank computes whole
-            step = task._replace(tensor=1).compile(sharding_strategy="zero3").step
-        lines, share = step.forward.bound_symbols, 3.0 / task.tensor
-        part, whole = (share * sum(forward_flops(b, all_scores=every) for b in lines) for every in (False, True))
-        return part, whole
 
     # ---- what is known of them ----
 

@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper
+from operator import is_
 from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from weakref import ref
@@ -112,8 +113,11 @@ class Effects:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.found, self._accepted = self.changes(), {}
-        for change in self.changes():
+        self.found = changes = self.changes()
+        if self._accepted:  # these are put back as well
+            self._accepted = {}
+            changes = self.changes()
+        for change in changes:
             change.put(change.old)
         self.state, self._before = State(), {}
 
@@ -234,7 +238,7 @@ def _changes(holder: Holder, before: Any) -> Iterator[Change]:
     elif isinstance(owner, set):
         if set(map(id, before)) != set(map(id, now)) and before != now:
             yield Change(owner, None, "contents", holder.label, before, now)
-    else:
+    elif not (len(before) == len(now) and all(map(is_, before, now)) and all(map(is_, before.values(), now.values()))):
         for key in {**before, **now}:
             old, new = before.get(key, MISSING), now.get(key, MISSING)
             if not same(old, new) and new is not TYPE and not _is_internal(holder, key):

@@ -1,6 +1,7 @@
 """Which tensor is this, and whose memory? What forward writes, and what a script replaces between steps."""
 
 import types
+from functools import partial
 
 import shardtrace
 from shardtrace.record.memory import Memory, overlap
@@ -35,9 +36,10 @@ class Net(nn.Module):
 
 
 def runs_as_eager(forward, between=lambda net, step: None, args=lambda net, step: (), steps=3, build=lambda net: None):
-    """Three steps of AdamW; between them ``between`` changes what the script changes."""
-    found = []
-    for wrap in (lambda net: net, shardtrace.fsdp):
+    """Three steps of AdamW; between them ``between`` changes what the script changes. No step is recorded again, which
+    would see what a guard does not."""
+    found, sharded = [], partial(shardtrace.fsdp, checks=shardtrace.Checks(recording=False))
+    for wrap in (lambda net: net, sharded):
         torch.manual_seed(0)
         GLOBAL.zero_()
         build(net := Net(forward))
@@ -127,15 +129,18 @@ def detached_and_written(net, y):
     return y + z
 
 
-WRITES = (
-    adds_to_list, adds_to_item, never_reads, reads_before, all_of_a_list, out, assigns_data, in_inference_mode, a_global,
-    shared_buffers, through_a_part, rows_of_a_table, detached_and_written,
-)  # fmt: skip
+WRITES = (  # those of a row write into tensors that share no memory
+    (adds_to_list, adds_to_item, never_reads, a_global, detached_and_written),
+    (reads_before, all_of_a_list, shared_buffers),
+    (out, through_a_part, rows_of_a_table),
+    (assigns_data,),
+    (in_inference_mode,),
+)
 
 
-@pytest.mark.parametrize("forward", WRITES, ids=lambda f: f.__name__)
-def test_writes_into_tensors_of_any_name(single_rank, forward):
-    runs_as_eager(forward)
+@pytest.mark.parametrize("writes", WRITES, ids=lambda writes: writes[0].__name__)
+def test_writes_into_tensors_of_any_name(single_rank, writes):
+    runs_as_eager(lambda net, y: sum(write(net, y) for write in writes))
 
 
 def grows(net, step):
@@ -145,7 +150,7 @@ def grows(net, step):
 def comes_and_goes(net, step):
     net.none = torch.full((4,), float(step)) if step % 2 == 0 else None
     net.buffer = None if step == 0 else torch.ones(4, dtype=torch.float64)
-    net.held = lambda: []
+    net.held = list  # the same in each step: a change of an attribute is seen
 
 
 def is_registered_again(net, step):
@@ -234,31 +239,33 @@ METADATA = {
     ),
     "set": (lambda net, t: len(t), lambda t, step: t.set_(torch.ones(2 + step))),
 }
-DTYPES = (torch.float64, torch.float32)
+DTYPES = (torch.float32, torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "names"),
     [
-        *((kind, name) for kind in METADATA for name in ("attribute", "own") if kind != "new"),
-        ("data", "parameter"),
-        ("new", "parameter"),
+        *((kind, ("attribute", "own")) for kind in METADATA if kind != "new"),
+        ("data", ["parameter"]),
+        ("new", ["parameter"]),
     ],
 )
-def test_metadata_that_a_script_changes_in_place(single_rank, kind, name):
-    """Forward reads nothing else of the tensor, an attribute, or a buffer or a parameter that no line reads."""
+def test_metadata_that_a_script_changes_in_place(single_rank, kind, names):
+    """Forward reads nothing else of the tensors, an attribute, or a buffer or a parameter that no line reads. One of
+    them changes in each step."""
     read, change = METADATA[kind]
 
     def build(net):
         net.register_buffer("own", torch.ones(4))
         net.parameter = nn.Parameter(torch.ones(4))
+        net.held = lambda: []  # here: each change of an attribute is seen, whatever else is
 
     def between(net, step):
-        change(net if kind == "new" else getattr(net, name), step)
-        net.held = lambda: []
+        turn, number = divmod(step, len(names))
+        change(net if kind == "new" else getattr(net, names[number]), turn + 1)
 
     def forward(net, y):
-        return y * float(read(net, getattr(net, name)))
+        return y * float(sum(read(net, getattr(net, name)) for name in names))
 
     runs_as_eager(forward, between, build=build, steps=4)
 

@@ -15,7 +15,7 @@ from toy_gpt import RANKS, gpt, tokens
 def task():
     cost = cluster(hardware("cpu"), inside=None, between="1gbit", node_ranks=1)
     setting = Setting(cost, hardware("cpu"), optimizer_cost("AdamW"))
-    return Task(gpt(), (tokens(), tokens()), RANKS, None, setting, {"sharding_strategy": {"*": "zero3"}}, {})
+    return Task(gpt(), (tokens(), tokens()), RANKS, None, setting, {"sharding_strategy": {"*": "zero3"}}, {}, {})
 
 
 @pytest.fixture(scope="session")
