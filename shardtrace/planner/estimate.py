@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import copy_context
-from dataclasses import replace
+from contextvars import Context, copy_context
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -261,19 +261,15 @@ def _trained_words(forward: TraceCtx) -> tuple[int, int, int]:
 # ---- the task ----
 
 
-class Recorded(BaseException):
-    """The forward of a model as it was recorded. It is the limit of memory of a model that is compiled only to be
-    recorded, and the error that ends this compilation. Steps with other options are compiled of it."""
+@dataclass(frozen=True)
+class Recorded:
+    """The forward of a model as it was recorded, of which steps with other options are compiled. ``variables``: those
+    of the context in which passes run."""
 
-    def __init__(self, compilation: Compilation, facts: Facts, states: Sequence[ShardedState]) -> None:
-        super().__init__()
-        self.rehearse, self.facts = compilation.rehearse, facts
-
-    def choose(self, computation: TraceCtx) -> Mapping[str, str]:
-        self.computation, self.variables = computation, copy_context()
-        raise self
-
-    def check(self, trace: TraceCtx) -> None: ...
+    rehearse: Callable[..., list[TraceCtx]]
+    facts: Facts
+    computation: TraceCtx
+    variables: Context
 
     def compile(self, state: ShardedState, recomputed: Mapping[str, str]) -> list[TraceCtx]:
         """The forward and the backward before their collectives are placed, with the shards of ``state``."""
@@ -285,7 +281,6 @@ class Recorded(BaseException):
         if context is not None and self.facts.context is not None:
             context.kept = self.facts.context.kept
         facts = replace(self.facts, parameters=parameters, tensors=tensors, context=context)
-        assert self.rehearse is not None
         return self.variables.copy().run(self.rehearse, self.computation, facts, recomputed)
 
     @cached_property
@@ -295,14 +290,32 @@ class Recorded(BaseException):
         return sum(map(useful_flops, lines)), sum(map(flops, lines))
 
 
+class _IsRecorded(BaseException):
+    """Ends the compilation of a model that is only to be recorded."""
+
+
+class _Recording:
+    """Stands for the limit of memory of a model: it is asked once the forward is recorded."""
+
+    def __init__(self, compilation: Compilation, facts: Facts, states: Sequence[ShardedState]) -> None:
+        assert compilation.rehearse is not None
+        self._rehearse, self._facts = compilation.rehearse, facts
+
+    def choose(self, computation: TraceCtx) -> Mapping[str, str]:
+        raise _IsRecorded(Recorded(self._rehearse, self._facts, computation, copy_context()))
+
+    def check(self, trace: TraceCtx) -> None: ...
+
+
 def record(model: nn.Module, arguments: Arguments, jit_options: Mapping[str, Any]) -> Recorded:
     """Records the call of a sharded model, and compiles nothing."""
     [state] = states_in(model)
-    state.contract = Recorded
+    state.contract = _Recording
     try:
         compile_only(thunder.jit(model, **jit_options), arguments)
-    except Recorded as found:
-        return found.with_traceback(None)
+    except _IsRecorded as ended:
+        recorded: Recorded = ended.args[0]
+        return recorded
     finally:
         state.contract = None
         Collections.become_usual()
