@@ -68,7 +68,7 @@ function drawRow(entry, i, phase, css) {
   }
   const plain = text(entry.line);
   const opens = entry.at >= 0 && partsOf(entry.line).length ? `<button class="opens" data-open="${entry.at}" aria-expanded="${Boolean(entry.opened)}" aria-label="its lines"></button>` : "";
-  const kind = /\b(wait_)?(all_gather|broadcast|reduce_scatter|reduce|all_reduce|synchronize)\(/.exec(plain);
+  const kind = /\b(wait_)?(all_gather|all_to_all|broadcast|reduce_scatter|reduce|all_reduce|synchronize)(_parts|_heads|_positions)?\(/.exec(plain);
   const classes = ["line", css.get(entry.at) ?? ""];
   if (state.mode === "diff") classes.push(`m${entry.mark}`);
   else if (kind) classes.push(kind[2].includes("reduce") ? "reduce" : "gather", kind[1] ? "wait" : "");
