@@ -160,7 +160,8 @@ def test_operators_of_users():
 
 
 def test_symbols_of_ours():
-    made = [s for s in vars(ours).values() if getattr(s, "executor", 0) is ours.executor]
+    of_collectives = [s for collective in ours.BUCKETS for s in (collective.issue, collective.wait)]
+    made = [*of_collectives, *(s for s in vars(ours).values() if getattr(s, "executor", 0) is ours.executor)]
     assert len(made) >= 17
     assert {s.name: properties(s) for s in made if properties(s) is not Property.FREE} == {
         "replicated": Property.CAST,

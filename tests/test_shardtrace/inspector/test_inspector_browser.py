@@ -255,7 +255,7 @@ def test_hostile_names(visit, hostile, tmp_path):  # noqa: F811
     page = visit(hostile.to_html(tmp_path / "hostile.html"))
     assert page.title().startswith("</script>")
     page.click('.stage:visible:has-text("Delete Last Used") >> nth=0')
-    page.click('.line:has-text("tanh(")')
+    page.click('.line:has-text("torch_tanh_0(")')
     assert "<script>" in page.inner_text("#details")
     assert page.locator("script").count() == 2
     assert page.locator("img").count() == 0
@@ -280,7 +280,7 @@ def test_call_of_a_block_opens_in_place(page, zoo):
     page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
     page.click(f'[data-open="{at}"]')
     assert page.locator(".line.part").count() == len(parts)
-    k = next(k for k, part in enumerate(parts) if "tanh(" in part.code)
+    k = next(k for k, part in enumerate(parts) if "torch_tanh_0(" in part.code)
     page.click(f'[data-part="{k}"]')
     details = page.inner_text("#details")
     for fact in (parts[k].code, "blocks.0", "predicted", "Block_forward"):
