@@ -153,7 +153,7 @@ check_value = symbol("check_value", lambda check, value: None, _run_check, tags=
 
 
 class Metadata(NamedTuple):
-    """What a tensor must be for the compiled step to fit."""
+    """The properties that a tensor must have for the compiled step to fit."""
 
     shape: tuple[int, ...]
     device: torch.device

@@ -107,7 +107,7 @@ def split_parameters(
 
 
 def bytes_sent(lines: Iterable[BoundSymbol]) -> int:
-    """What lines send of values, also those of blocks. A sum sends twice what a gather or a scatter does of a whole."""
+    """The bytes of values that lines send, also those of blocks. A sum sends twice as many as a gather or a scatter."""
     sent = 0
     for line in lines:
         if (block := block_of(line)) is not None:

@@ -269,7 +269,7 @@ VALUES = GATHER, SCATTER, SUM, TO_HEADS, TO_POSITIONS
 def bytes_of(op: CollectiveOp, x: TensorProxy, part: Part) -> int:
     """The bytes of the whole value that a collective moves for all ranks, padding included."""
     numel = x.numel
-    if op.exchanges or op is SUM:
+    if op.exchanges or op.takes == op.gives:
         return int(numel * x.dtype.bytes)
     local = math.prod(part.local_shape(tuple(x.shape))) if op.adds else numel
     return int(local * part.plan.ranks * x.dtype.bytes)

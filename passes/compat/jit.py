@@ -583,7 +583,7 @@ def trace_faster() -> None:
 
 
 def _stack() -> list[Any]:
-    """What Thunder's interpreter reads of ``inspect.stack()``: the caller of the function that makes its context."""
+    """The part of ``inspect.stack()`` that Thunder's interpreter reads: the caller of what makes its context."""
     return [None, None, inspect.getframeinfo(sys._getframe(3), context=0)]
 
 

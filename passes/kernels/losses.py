@@ -5,7 +5,15 @@ Note [Scale]. The gradients are those of the sum of the rows' losses: those of l
 they are divided by the number of rows and multiplied by the incoming gradient, which a GradScaler may have made large.
 So float16 does not underflow. A batch without a label has the loss NaN and gradients of zero, as in torch.
 
-Source: the gradient in forward is that of Hsu et al., 2024, "Liger Kernel"."""
+Functions of parts of a vocabulary fail, as torch's do, for tokens and labels that are in nobody's part.
+
+    rows = PartOfEmbedding(...)(tokens, table)      zeros for tokens of other ranks; ranks add these rows up
+    numbers = PartOfLoss(...)(logits, labels)       three of each row, which ranks gather
+    loss = LossOfParts(...)(all_numbers, labels)    cross entropy; no rank has the logits of all classes
+
+Sources: the gradient in forward is that of Hsu et al., 2024, "Liger Kernel"; the parts are those of Megatron-LM
+(Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), section 3.
+"""
 
 from __future__ import annotations
 

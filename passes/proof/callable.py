@@ -263,7 +263,7 @@ class _Reading:
             self._values[b.args[0].name] = _Collection(b.args[0].name, [self._of(o) for o in b.output])
 
     def argument(self, name: str) -> Any:
-        """What the function gets for one of its parameters."""
+        """The argument that the function gets for one of its parameters."""
         return self._values.get(name, name)
 
     def _of(self, value: Any) -> Any:

@@ -45,8 +45,8 @@ Type = tuple[tuple[int, ...], dtypes.dtype]  # shape, dtype
 
 
 class Origin(NamedTuple):
-    """Where a gradient comes from: the outputs of forward whose gradients it is computed from, and whether other ranks,
-    which hold other parts of the same sequences or products, have a part in it."""
+    """The outputs of forward from whose gradients a gradient is computed, and whether other ranks, which hold other
+    parts of the same sequences or products, have a part in it."""
 
     outputs: frozenset[int]
     is_shared: bool

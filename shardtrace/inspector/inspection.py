@@ -430,7 +430,7 @@ def script_of(target: str) -> Path | None:
 
 
 def make(target: str) -> Any:
-    """What a factory returns."""
+    """The result of a factory, called without arguments."""
     place, _, function = target.rpartition(":")
     if place.endswith(".py"):
         _check_file(Path(place))

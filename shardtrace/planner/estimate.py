@@ -285,7 +285,7 @@ class Recorded:
 
     @cached_property
     def flops(self) -> tuple[int, int]:
-        """Those of the products, with half of the scores of causal attention, and with all of them."""
+        """FLOPs of the products, with half of the scores of causal attention, and with all of them."""
         lines = dce(self.computation).bound_symbols
         return sum(map(useful_flops, lines)), sum(map(flops, lines))
 
