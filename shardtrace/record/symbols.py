@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from passes.compat.jit import symbols_of_torch
@@ -89,40 +89,27 @@ class NotTrusted(Exception):
     """Why a line calls torch's function."""
 
 
-# by torch's names without underscores: the operators that torch's autograd runs are as fast as kernels of our own
-AS_TORCH = frozenset(
-    "elu gelu group_norm layer_norm leaky_relu mish relu selu sigmoid silu softplus tanh".split()  # noqa: SIM905
-)
-# Note [Rounding]. Those in half round otherwise, or cast to float32 and back, each by a function of its own.
-ROUNDED = frozenset({"logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
-ROUNDED_IN_HALF = frozenset(
-    "abs cos cumsum erf exp expm1 log log1p log2 mean neg rsqrt sin sqrt sum".split()  # noqa: SIM905
-)
-SUMS = frozenset({"add", "iadd", "isub", "radd", "rsub", "sub"})
-ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "truediv"}
-HALF = (torch.bfloat16, torch.float16)
+# no executor fuses them, and torch's autograd runs the best kernels for them
+LIBRARY = frozenset({"conv1d", "conv2d", "conv3d", "cross_entropy", "scaled_dot_product_attention"})
 
 
-def check_as_eager(function: Callable[..., Any], args: Any, kwargs: Any, *, repeated: bool) -> None:
-    """Raises NotTrusted if Thunder's symbol has parts that nothing fuses, or rounds otherwise than torch. The arguments
-    are a recorded call's. ``repeated``: in backward, which then repeats the parts of attention that draw
-    nothing."""
-    name = name_of(function).strip("_")
-    if name in AS_TORCH:
-        raise NotTrusted("its parts are not fused")
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    in_half = any(t.dtype in HALF for t in tensors)
-    if (
-        (name in ROUNDED and (in_half or not (name == "pow" and args[1:] == (2,))))
-        or (in_half and name in ROUNDED_IN_HALF)
-        or (name in SUMS and "alpha" in kwargs)
-        or (name in ELEMENTWISE and (in_half or len({t.shape for t in tensors}) > 1))  # the sum over what is broadcast
-        or (name == "matmul" and (any(t.ndim == 1 for t in tensors) or all(t.ndim > 2 for t in tensors)))
-        or (name == "rms_norm" and not in_half)
-        or (name == "dropout" and not repeated and tensors[0].is_cuda)  # one kernel, and eager's numbers
-        or (name == "scaled_dot_product_attention" and not repeated and _drops(*args, **kwargs))
-    ):
-        raise NotTrusted("Thunder's symbol rounds otherwise")
+def check_as_eager(
+    function: Callable[..., Any], args: Any, kwargs: Any, *, fuses: bool, cuda: bool, repeated: bool
+) -> None:
+    """Raises NotTrusted if the line of a recorded call is to be torch's own function, as it is wherever nothing fuses.
+
+    Args:
+        fuses: whether an executor fuses.
+        cuda: whether the step is one of CUDA.
+        repeated: in backward, which then repeats the parts that draw nothing.
+    """
+    name = name_of(function)
+    if name == "batch_norm" or (name == "dropout" and (repeated or not cuda)):
+        return  # it writes into its statistics, and saves a mask of bytes
+    if name == "scaled_dot_product_attention" and (repeated if _drops(*args, **kwargs) else cuda):
+        return
+    if not fuses or name in LIBRARY:
+        raise NotTrusted("nothing fuses it")
 
 
 def _drops(
@@ -156,12 +143,20 @@ def is_method(function: Callable[..., Any]) -> bool:
     return name == "__get__" or found is function or getattr(function, "__objclass__", None) in torch.Tensor.__mro__
 
 
-def out_of_place(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function and keywords that return what a function of ``AS_TORCH`` writes into its first argument."""
-    name = name_of(function).strip("_")
-    if not name_of(function).endswith("_"):
+def out_of_place(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The function and keywords that return what a function of ``tensors`` writes into its first argument; None if none
+    is known, or if it may return another dtype."""
+    name = name_of(function)
+    if len({t.dtype for t in tensors if t.dtype != torch.bool}) > 1 or "out" in kwargs:
+        return None
+    if kwargs.get("inplace"):
         return function, {**kwargs, "inplace": False}
-    return next(getattr(home, name) for home in (torch.Tensor, F) if hasattr(home, name)), dict(kwargs)
+    plain = name.replace("__i", "__", 1) if name in IN_PLACE else name[:-1]
+    if name not in IN_PLACE and (plain not in TRUSTED or not name.endswith("_")):
+        return None
+    return next(getattr(home, plain) for home in (torch.Tensor, F) if hasattr(home, plain)), dict(kwargs)
 
 
 def value_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
