@@ -254,7 +254,8 @@ class Replay:
         if name_of(function) in LIKE and len(tensors) == 1:
             function, tensors = without_values(function), []
             args, kwargs = pytree.tree_map_only(torch.Tensor, Meta.of, (call.args, call.kwargs))
-        if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
+        if _is_lowered(call) or (not call.written and _is_widened(call, call.results)):
+            # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
         if _writes_first(call) and (functional := out_of_place(function, tensors, kwargs)) is not None:

@@ -2,9 +2,9 @@
 
 For any other function, and for arguments that are not known to be safe, the line calls torch's own function.
 
-Note [Rounding]. Thunder's symbols for some functions compute the same in another order, in which other bits are lost.
-An executor that fuses needs the symbols. Without one, on a CPU, the line calls torch's function, and rounds as eager
-does. (What that costs on a GPU was not measured.)
+Note [Rounding]. Thunder's symbols for some functions compute the same in another order, in which other bits are lost,
+and take several kernels. An executor that fuses needs the symbols. Without one, the line calls torch's function, which
+rounds as eager does, and symbols only move tensors. On CUDA attention is that of Thunder's executor ``sdpa``.
 """
 
 from __future__ import annotations
@@ -47,19 +47,23 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 # by the last part of torch's name; a function and the method of that name compute the same
-TRUSTED = frozenset(
+MOVED = frozenset(
+    """view reshape transpose permute t flatten unflatten squeeze unsqueeze expand expand_as contiguous chunk split
+    unbind narrow select movedim swapaxes swapdims view_as reshape_as detach clone T mT
+    to float half bfloat16 double long int bool type_as
+    zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full
+    """.split()  # noqa: SIM905
+)
+TRUSTED = MOVED | frozenset(
     """add sub mul div true_divide neg exp expm1 log log1p log2 sqrt rsqrt reciprocal sin cos tanh sigmoid erf abs pow
     square eq ne lt le gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_xor bitwise_not where
     masked_fill
     relu gelu silu mish elu selu softplus logsigmoid softmax log_softmax leaky_relu
-    view reshape transpose permute t flatten unflatten squeeze unsqueeze expand expand_as contiguous chunk split unbind
-    narrow select movedim swapaxes swapdims view_as reshape_as detach clone T mT
-    to float half bfloat16 double long int bool type_as
     cat stack sum mean var cumsum argmax any all
     linear matmul mm bmm
     layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d dropout scaled_dot_product_attention
     cross_entropy
-    zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu
+    tril triu
     """.split()  # noqa: SIM905
 )
 CASTS = {
@@ -89,8 +93,10 @@ class NotTrusted(Exception):
     """Why a line calls torch's function."""
 
 
-# no executor fuses them, and torch's autograd runs the best kernels for them
+# no executor fuses them
 LIBRARY = frozenset({"conv1d", "conv2d", "conv3d", "cross_entropy", "scaled_dot_product_attention"})
+# Thunder's symbols compute nothing, or write into statistics
+AS_SYMBOLS = MOVED | {"getitem", "zero", "fill", "batch_norm"}
 
 
 def check_as_eager(
@@ -103,9 +109,9 @@ def check_as_eager(
         cuda: whether the step is one of CUDA.
         repeated: in backward, which then repeats the parts that draw nothing.
     """
-    name = name_of(function)
-    if name == "batch_norm" or (name == "dropout" and (repeated or not cuda)):
-        return  # it writes into its statistics, and saves a mask of bytes
+    name = name_of(function).strip("_")
+    if name in AS_SYMBOLS or (name == "dropout" and (repeated or not cuda)):
+        return
     if name == "scaled_dot_product_attention" and (repeated if _drops(*args, **kwargs) else cuda):
         return
     if not fuses or name in LIBRARY:
