@@ -235,8 +235,10 @@ def is_library_call(sym: Symbol) -> bool:
 
 
 def is_free(bsym: BoundSymbol) -> bool:
-    """True for a line that computes nothing, such as a cast to the dtype that the tensor has."""
+    """True for a line that computes nothing, such as a cast to the dtype that the tensor has, or ATen's own view."""
     found = properties(bsym.sym)
+    if Property.VIEW in found and operator_of(bsym.sym) is not None:
+        return True
     return Property.FREE in found or (Property.CAST in found and not _changed(bsym))
 
 

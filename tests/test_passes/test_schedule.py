@@ -121,17 +121,17 @@ wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0
 wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.197 ms
 all_gather 3: issued here: in order of first use, as early as the limits allow
 reduce_scatter 3: issued here: its gradients are complete
-wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.194 ms
+wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.197 ms
 all_gather 2: issued here: not earlier, as more than 128 bytes would be in flight
-wait_reduce_scatter 3: waited for here: it makes room for b_2; compute is idle for 0.191 ms
+wait_reduce_scatter 3: waited for here: it makes room for b_2; compute is idle for 0.194 ms
 reduce_scatter 2: issued here: its gradients are complete
 wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0.2 ms
 all_gather 1: issued here: not earlier, as more than 128 bytes would be in flight
-wait_reduce_scatter 2: waited for here: it makes room for b_1; compute is idle for 0.191 ms
+wait_reduce_scatter 2: waited for here: it makes room for b_1; compute is idle for 0.194 ms
 reduce_scatter 1: issued here: its gradients are complete
 wait_all_gather 1: waited for here: the next line uses it; compute is idle for 0.2 ms
 reduce_scatter 0: issued here: its gradients are complete
-wait_reduce_scatter 1: waited for here: the trace ends; compute is idle for 0.191 ms
+wait_reduce_scatter 1: waited for here: the trace ends; compute is idle for 0.194 ms
 wait_reduce_scatter 0: waited for here: the trace ends; compute is idle for 0.2 ms""",
     )
     printed = str(thunder.last_traces(cmodel)[-1])

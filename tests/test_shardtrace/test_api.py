@@ -477,5 +477,5 @@ def test_limits_and_the_cost_model_reach_the_trace(fake_ranks):
     names = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols if "del" not in b.sym.name]
     assert [n for n in names if "gather" in n or "linear" in n] == [
         "all_gather", "wait_all_gather", "all_gather", "torch_linear_0",
-        "wait_all_gather", "all_gather", "torch_linear_0", "wait_all_gather", "torch_linear_0",
+        "wait_all_gather", "all_gather", "torch_linear_1", "wait_all_gather", "torch_linear_1",
     ]  # fmt: skip
