@@ -182,12 +182,10 @@ class Writer:
         operands = [flat[i] for i in places]
         absent = _absent(operands)
         inputs = [_meta(p, grad, absent) for p, grad in zip(operands, grads, strict=True)]
-        for i in places:
-            flat[i] = None
+        flat = [None if isinstance(x, TensorProxy) else x for x in flat]
         options: dict[str, Any] = {"random": is_random(line)}
         if like is not None:
-            modes = {"written": like.written, "autocast": like.autocast}
-            options = {"random": like.random, **modes}
+            options = {"random": like.random, "written": like.written, "autocast": like.autocast}
         name = name or f"torch_{getattr(function, '__name__', 'call').strip('_')}_part"
         call = TorchCall(
             name=unique_name(self.trace, name), function=function, flat=flat, spec=spec, places=places,
