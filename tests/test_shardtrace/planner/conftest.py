@@ -8,7 +8,7 @@ from shardtrace.planner.search import make_family
 from shardtrace.testing import fake_ranks
 
 import pytest
-from toy_gpt import RANKS, gpt, tokens
+from toy_gpt import RANKS, gpt, plan_blocks, tokens
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +29,4 @@ def family(task):
 
 @pytest.fixture(scope="session")
 def planned():
-    inputs, fixed = (tokens(), tokens()), {"prefetch": 2, "bucketing_strategy": "block"}
-    return shardtrace.plan(gpt(), inputs, world_size=RANKS, device="cpu", link="1gbit", memory=2_000_000, fixed=fixed)
+    return plan_blocks()
