@@ -1,6 +1,5 @@
 """A toy GPT, compiled once for all tests of the planner."""
 
-import shardtrace
 from passes.plan.cost import cluster, hardware
 from shardtrace.options.policies import parse_allowed
 from shardtrace.planner.estimate import Setting, Task, optimizer_cost
