@@ -65,6 +65,7 @@ from passes.save import (
     save_shards,
     verify_memory,
 )
+from passes.offload import Trip, offload_activations
 from passes.schedule import schedule, wait_copies
 from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
@@ -110,6 +111,7 @@ class Facts:
     proofs: list[Proof] = field(default_factory=list)  # the results
     forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
     kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's
+    trips: list[Trip] = field(default_factory=list)  # likewise, offload_activations
 
     @property
     def remarks(self) -> str:
@@ -175,7 +177,7 @@ class Rehearsal:
         """The forward and the backward, if there is one. ``recomputed``: as for :func:`mark_blocks`."""
         mine, tensors, context = Compilation(), facts.tensors, facts.context
         mine.facts = replace(
-            facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], record=None, contract=None,
+            facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], trips=[], record=None, contract=None,
             tensors=replace(tensors, differentiated=set(), remarks={}) if tensors is not None else None,
             context=replace(context, differentiated=set(), remarks={}) if context is not None else None,
         )  # fmt: skip
@@ -504,6 +506,8 @@ AFTER_LOWERING = (
           "ZeRO-3 would save what fusions have gathered"),
     Entry("keep_secondary", keep_secondary, "after save_shards, which may save more shards",
           "backward would gather from all nodes"),
+    Entry("offload_activations", offload_activations, "after save_shards and keep_secondary, which change what is saved",
+          "the step would need more memory"),
     Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
           "no_sync would reduce gradients"),

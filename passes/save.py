@@ -107,12 +107,28 @@ def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
         bsym.tags.add(call)
 
 
+HOST = "host"  # where a block may keep what it saves: "host", "cheap+host", "full+host"
+
+
+class OnHost(NamedTuple):
+    """A tag of the lines that call blocks whose activations are kept in host memory (:mod:`passes.offload`)."""
+
+
+ON_HOST = OnHost()
+
+
+def way_of(what: str) -> tuple[str, bool]:
+    """What a block recomputes ("full", "cheap" or nothing), and whether it keeps in host memory what it saves."""
+    *recomputed, last = what.split("+")
+    return ("".join(recomputed), True) if last == HOST else (last, False)
+
+
 class Contract(Protocol):
     """A limit of a step's memory, and who keeps to it."""
 
     def choose(self, computation: TraceCtx) -> Mapping[str, str]:
-        """What blocks are to recompute, by their names: "full" or "cheap". Sets the facts of other choices. Raises if
-        nothing fits."""
+        """What blocks are to recompute and keep in host memory, by their names, as :func:`way_of` reads it. Sets the
+        facts of other choices. Raises if nothing fits."""
 
     def check(self, trace: TraceCtx) -> None:
         """Raises if the step of this forward or backward, which will run, does not fit."""
@@ -142,7 +158,8 @@ def verify_memory(trace: TraceCtx, *, contract: Contract | None) -> TraceCtx:
 
 def mark_blocks(computation: TraceCtx, recomputed: Mapping[str, str]) -> TraceCtx:
     """Marks the lines of blocks that are to be recomputed: all of them ("full"), or the "cheap" ones. Those of a
-    function are marked in a copy of it, which other choices for the same computation share."""
+    function are marked in a copy of it, which other choices for the same computation share. Calls of functions that
+    are to keep what they save in host memory have a tag."""
     if not recomputed:
         return computation
     new = from_trace(computation)
@@ -150,8 +167,12 @@ def mark_blocks(computation: TraceCtx, recomputed: Mapping[str, str]) -> TraceCt
         if name is None:
             new.bound_symbols += group
             continue
-        lines = [_recomputing(b, recomputed[name], new) for b in group]
-        mark_block([b for b in lines if block_of(b) is None], cheap=recomputed[name] == "cheap")
+        what, on_host = way_of(recomputed[name])
+        lines = [_recomputing(b, what, new) for b in group] if what else [b.from_bsym(tags=set(b.tags)) for b in group]
+        if what:
+            mark_block([b for b in lines if block_of(b) is None], cheap=what == "cheap")
+        for bsym in lines if on_host else ():
+            bsym.tags |= {ON_HOST} if block_of(bsym) is not None else set()
         new.bound_symbols += lines
     return new
 
@@ -175,7 +196,7 @@ def _recomputing(bsym: BoundSymbol, what: str, trace: TraceCtx) -> BoundSymbol:
         name = unique_name(trace, block.name)
         marked = Block(name, lines, block.inputs, block.outputs, block.trace.names, block.module)
         block.recomputing[what] = marked
-    return bsym.from_bsym(sym=block.recomputing[what].symbol)
+    return bsym.from_bsym(sym=block.recomputing[what].symbol, tags=set(bsym.tags))
 
 
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
