@@ -193,9 +193,9 @@ class HostMemory:
 
     def copy(self, values: torch.Tensor) -> torch.Tensor:
         """Starts to copy values to the host, on the current stream. Their memory may be freed when the copy is over."""
-        there = "meta" if values.is_meta else "cpu"
-        kept = torch.empty(values.shape, dtype=values.dtype, device=there, pin_memory=self.pinned)
-        return kept.copy_(values, non_blocking=self.pinned)
+        if self._streams is None:
+            return values.clone()
+        return values.to("cpu", non_blocking=self.pinned)  # into pinned memory if non-blocking
 
     def load(self, kept: torch.Tensor, place: torch.Tensor) -> None:
         """Starts to copy values to their place on the device, on the current stream."""
