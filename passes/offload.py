@@ -144,7 +144,7 @@ def _trip(
         return None
     device = next(o.device for o in bsym.output if isinstance(o, TensorProxy))
     host = hosts.setdefault(device, HostMemory(to_torch_device(device)))
-    moves = (*(memory.own for _ in lists), *(True for _ in leaving))
+    moves: list[bool | Sequence[bool]] = [*(memory.own for _ in lists), *(True for _ in leaving)]
     away = Away(called_module(bsym) or part.name, host, moves, memory.bytes, values)
     new.push_scope([])
     with tracectx(new):

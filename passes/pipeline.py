@@ -48,6 +48,7 @@ from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
 from passes.gradients import accumulate_gradients, drop_unused
+from passes.offload import Trip, offload_activations
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.callable import Border
@@ -65,7 +66,6 @@ from passes.save import (
     save_shards,
     verify_memory,
 )
-from passes.offload import Trip, offload_activations
 from passes.schedule import schedule, wait_copies
 from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
@@ -506,7 +506,7 @@ AFTER_LOWERING = (
           "ZeRO-3 would save what fusions have gathered"),
     Entry("keep_secondary", keep_secondary, "after save_shards, which may save more shards",
           "backward would gather from all nodes"),
-    Entry("offload_activations", offload_activations, "after save_shards and keep_secondary, which change what is saved",
+    Entry("offload_activations", offload_activations, "after keep_secondary: it stores what is saved",
           "the step would need more memory"),
     Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",

@@ -168,7 +168,7 @@ def mark_blocks(computation: TraceCtx, recomputed: Mapping[str, str]) -> TraceCt
             new.bound_symbols += group
             continue
         what, on_host = way_of(recomputed[name])
-        lines = [_recomputing(b, what, new) for b in group] if what else [b.from_bsym(tags=set(b.tags)) for b in group]
+        lines = [_recomputing(b, what, new) for b in group]
         if what:
             mark_block([b for b in lines if block_of(b) is None], cheap=what == "cheap")
         for bsym in lines if on_host else ():
@@ -187,7 +187,7 @@ def block_around(bsym: BoundSymbol, blocks: Collection[str]) -> str | None:
 
 def _recomputing(bsym: BoundSymbol, what: str, trace: TraceCtx) -> BoundSymbol:
     """A copy of a line, which may be marked; or the call of a block whose lines are marked."""
-    if (block := block_of(bsym)) is None:
+    if (block := block_of(bsym)) is None or not what:
         return bsym.from_bsym(tags=set(bsym.tags))
     if what not in block.recomputing:
         inside = (b for b in block.trace.bound_symbols if not (is_unpack(b) or is_return(b)))

@@ -80,7 +80,7 @@ class Moving(NamedTuple):
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _each(values: Any, moves: Any, do: Callable[[Any], Any]) -> Any:
@@ -127,7 +127,7 @@ def finish_load(future: Moving, away: Away) -> Sequence[Any]:
     def lay(old: Lies) -> torch.Tensor:
         row = future.rows[old.memory]
         t = torch.empty(0, dtype=old.dtype, device=row.device)
-        return t.set_(row.untyped_storage(), old.offset, old.shape, old.strides)  # type: ignore[call-overload, no-any-return]
+        return t.set_(row.untyped_storage(), old.offset, old.shape, old.strides)
 
     found: Sequence[Any] = _each(future.stored.values, away.moves, lay)
     return found
@@ -157,6 +157,10 @@ STORE = CollectiveOp(
     "activations", "part", "part",
 )  # fmt: skip
 LOAD = CollectiveOp(
-    symbol("load", _load_meta, issue_load), symbol("wait_load", _loaded_meta, finish_load), "activations", "part", "part"
+    symbol("load", _load_meta, issue_load),
+    symbol("wait_load", _loaded_meta, finish_load),
+    "activations",
+    "part",
+    "part",
 )
 ACTIVATIONS = STORE, LOAD

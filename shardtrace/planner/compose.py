@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,8 +26,12 @@ from passes.analysis.recognise import (
     is_return,
     is_unpack,
     is_wait,
+    names,
+    unsharded_values,
 )
+from passes.offload import loaded, stored
 from passes.plan import Bucket, BucketPlan, Wire
+from passes.save import ON_HOST
 from passes.schedule import schedule, wait_copies
 
 import thunder
@@ -42,13 +46,15 @@ SCHEDULED = "shardtrace: schedule"  # how the provenance of a scheduled trace be
 
 
 class Choice(NamedTuple):
-    """The labels of the buckets that stay gathered until backward, how many are gathered ahead of use, and the wires of
-    gathers and of reductions in place of those of the base."""
+    """The labels of the buckets that stay gathered until backward, how many are gathered ahead of use, the wires of
+    gathers and of reductions in place of those of the base, and the names of the blocks that keep what they save in
+    host memory."""
 
     kept: frozenset[str] = frozenset()
     prefetch: int = 1
     gather: Wire | None = None
     reduction: Wire | None = None
+    on_host: frozenset[str] = frozenset()
 
 
 class Pair(NamedTuple):
@@ -112,6 +118,8 @@ def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Compo
     again = _gathered_again(forward, backward)
     there, back = _with_calls(base, forward, backward, pairs, again)
     back = _without_gathers(back, {new.name: old for old, new in again.values()}, choice.kept)
+    if choice.on_host:
+        there, back = _on_host(base, there, back, choice.on_host)
     plans = _Plans(choice, {bucket_of(b).plan for b in forward if is_wait(b)})
     there, back = ([plans.line(b) for b in lines] for lines in (there, back))
     saved = _saved(there, back)
@@ -127,6 +135,19 @@ def placed(like: TraceCtx, lines: list[BoundSymbol]) -> TraceCtx:
     if any(is_collective(b) for b in lines):
         return wait_copies(schedule(new))
     return del_last_used(new, clear_mutable_collections=is_backward(like))
+
+
+def _on_host(
+    base: Compiled, forward: Sequence[BoundSymbol], backward: Sequence[BoundSymbol], blocks: Collection[str]
+) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
+    """The lines of a step whose ``blocks`` keep what they save in host memory."""
+    there = [
+        b.from_bsym(tags=b.tags | {ON_HOST}) if block_function(b) is not None and called_module(b) in blocks else b
+        for b in forward
+    ]
+    saved, parameters = names(_saved(forward, backward)), unsharded_values(base.step.forward)
+    new, trips = stored(there, saved - names(forward[-1].args[0]), parameters, from_trace(base.step.forward))
+    return new, loaded(backward, trips, from_trace(base.step.backward))
 
 
 # ---- gathers ----

@@ -492,7 +492,9 @@ class Blocks:
         ways = {name: way_of(what) for name, what in marked.items()}
         self._on_host = {name for name, (_, on_host) in ways.items() if on_host}
         recomputed = {name: what for name, (what, _) in ways.items() if what}
-        self._marks = [Mark(s.begin, s.end, recomputed[s.name] == "cheap") for s in record.spans if s.name in recomputed]
+        self._marks = [
+            Mark(s.begin, s.end, recomputed[s.name] == "cheap") for s in record.spans if s.name in recomputed
+        ]
         self._spans: list[Span] = []
         self._functions: dict[Kind, Function | None] = {}
         self.apart: dict[str, str] = {}  # why a block's lines stand in the trace, by its name
