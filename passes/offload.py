@@ -68,7 +68,7 @@ def offload_activations(trace: TraceCtx, *, trips: list[Trip]) -> TraceCtx:
     trips += found
     saved, other = (_without(parts, trips) for parts in (saving.saved, saving.other))
     copies = [trip.copies for trip in trips]
-    lines[-1] = lines[-1].from_bsym(args=(saving.result, (tuple(saved), [*other, *copies])))
+    lines[-1] = lines[-1].from_bsym(args=(saving.result, (tuple(saved), (*other, *copies))))
     new.bound_symbols = lines
     return del_last_used(new)
 
