@@ -57,7 +57,11 @@ def offload_activations(trace: TraceCtx, *, trips: list[Trip]) -> TraceCtx:
     if is_backward(trace):
         if not trips:
             return trace
-        new.bound_symbols = [_unpacking(b, trips) for b in loaded(lines, trips, new)]
+        parts = next(b.output for b in lines if _unpacks(b, "saved_for_backward"))
+        saved = [p for part in parts for b in lines if _unpacks(b, part.name) for p in b.output]
+        new.bound_symbols = given(
+            loaded(lines, trips, new), [*_without(saved, trips), *(trip.copies for trip in trips)]
+        )
         return del_last_used(new, clear_mutable_collections=True)
     trips.clear()
     if (saving := Saving.of(trace)) is None:
@@ -66,9 +70,9 @@ def offload_activations(trace: TraceCtx, *, trips: list[Trip]) -> TraceCtx:
     if not found:
         return trace
     trips += found
-    saved, other = (_without(parts, trips) for parts in (saving.saved, saving.other))
-    copies = [trip.copies for trip in trips]
-    lines[-1] = lines[-1].from_bsym(args=(saving.result, (tuple(saved), (*other, *copies))))
+    tensors, others = (_without(parts, trips) for parts in (saving.saved, saving.other))
+    others += [trip.copies for trip in trips]
+    lines[-1] = lines[-1].from_bsym(args=(saving.result, (tuple(tensors), tuple(others))))
     new.bound_symbols = lines
     return del_last_used(new)
 
@@ -78,14 +82,26 @@ def _without(saved: Iterable[Proxy], trips: Sequence[Trip]) -> list[Proxy]:
     return [p for p in saved if p.name not in gone]
 
 
-def _unpacking(bsym: BoundSymbol, trips: Sequence[Trip]) -> BoundSymbol:
-    """A line of backward that unpacks what forward has saved, with copies among the lists of blocks."""
-    if bsym.sym.id != prims.PrimIDs.UNPACK_SEQUENCE or bsym.args[0].name not in ("C0", "C1"):
-        return bsym
-    found = _without(bsym.output, trips)
-    if bsym.args[0].name == "C1":
-        found += [trip.copies for trip in trips]
-    return bsym.from_bsym(args=(bsym.args[0], len(found)), output=found)
+def given(backward: Sequence[BoundSymbol], saved: Sequence[Proxy]) -> list[BoundSymbol]:
+    """The lines of a backward that is given ``saved``: it unpacks two lists, of tensors and of all else."""
+    lists: Sequence[Proxy] = next(b.output for b in backward if _unpacks(b, "saved_for_backward"))
+    parts = {p.name: [s for s in saved if isinstance(s, TensorProxy) != bool(i)] for i, p in enumerate(lists)}
+    known = {b.args[0].name for b in backward if b.sym.id == prims.PrimIDs.UNPACK_SEQUENCE}
+    lines = []
+    for bsym in backward:
+        if bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name in parts:
+            found = parts[bsym.args[0].name]
+            bsym = bsym.from_bsym(args=(bsym.args[0], len(found)), output=found)
+        lines.append(bsym)
+        if _unpacks(bsym, "saved_for_backward"):  # a list that was empty is not unpacked yet
+            for p in lists:
+                if p.name not in known and (found := parts[p.name]):
+                    lines.append(prims.unpack_sequence.bind(p, len(found), output=found))
+    return lines
+
+
+def _unpacks(bsym: BoundSymbol, name: str) -> bool:
+    return bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name == name
 
 
 # ---- lines ----

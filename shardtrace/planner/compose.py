@@ -29,13 +29,12 @@ from passes.analysis.recognise import (
     names,
     unsharded_values,
 )
-from passes.offload import loaded, stored
+from passes.offload import given, loaded, stored
 from passes.plan import Bucket, BucketPlan, Wire
 from passes.save import ON_HOST
 from passes.schedule import schedule, wait_copies
 
 import thunder
-from thunder.core import prims
 from thunder.core.proxies import AnyProxy, Proxy, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -124,7 +123,7 @@ def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Compo
     there, back = ([plans.line(b) for b in lines] for lines in (there, back))
     saved = _saved(there, back)
     return ComposedStep(
-        placed(base.step.forward, _returning(there, saved)), placed(base.step.backward, _given(back, saved))
+        placed(base.step.forward, _returning(there, saved)), placed(base.step.backward, given(back, saved))
     )
 
 
@@ -321,20 +320,3 @@ def _returning(forward: Sequence[BoundSymbol], saved: Sequence[Proxy]) -> list[B
     *lines, last = forward
     parts = tuple(p for p in saved if not _is_list(p)), tuple(p for p in saved if _is_list(p))
     return [*lines, last.from_bsym(args=(last.args[0], parts))]
-
-
-def _given(backward: Sequence[BoundSymbol], saved: Sequence[Proxy]) -> list[BoundSymbol]:
-    """The lines of a backward that unpacks ``saved``: from two lists, of tensors and of the blocks' lists."""
-    lists = next(b.output for b in backward if _unpacks(b, "saved_for_backward"))
-    parts = {p.name: [s for s in saved if _is_list(s) == bool(i)] for i, p in enumerate(lists)}
-    lines = []
-    for bsym in backward:
-        if bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name in parts:
-            found = parts[bsym.args[0].name]
-            bsym = bsym.from_bsym(args=(bsym.args[0], len(found)), output=found)
-        lines.append(bsym)
-    return lines
-
-
-def _unpacks(bsym: BoundSymbol, name: str) -> bool:
-    return bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name == name
