@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_function, called_module
+from passes.analysis.calls import ON_HOST, Saving, block_function, called_module
 from passes.analysis.liveness import saved_memory
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, unsharded_values
 from passes.comm.activations import LOAD, STORE, Away
 from passes.plan import HostMemory
-from passes.save import ON_HOST, Saving
 
 from thunder.core import prims
 from thunder.core.devices import to_torch_device

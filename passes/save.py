@@ -51,9 +51,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from passes.analysis.calls import Block, block_of, called_module, unique_name
+from passes.analysis.calls import ON_HOST, Block, Saving, block_of, called_module, unique_name, way_of
 from passes.analysis.flops import cheap_lines
 from passes.analysis.recognise import (
     applies_parameters,
@@ -86,7 +86,7 @@ from passes.plan import Bucket
 from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace import TraceCtx, TraceTag, from_trace, tracectx
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import is_constant_for_vjp
 from thunder.executors.passes import del_last_used
 
@@ -105,22 +105,6 @@ def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
         inner = {tag for tag in bsym.tags if isinstance(tag, Call)}
         bsym.tags -= inner
         bsym.tags.add(call)
-
-
-HOST = "host"  # where a block may keep what it saves: "host", "cheap+host", "full+host"
-
-
-class OnHost(NamedTuple):
-    """A tag of the lines that call blocks whose activations are kept in host memory (:mod:`passes.offload`)."""
-
-
-ON_HOST = OnHost()
-
-
-def way_of(what: str) -> tuple[str, bool]:
-    """What a block recomputes ("full", "cheap" or nothing), and whether it keeps in host memory what it saves."""
-    *recomputed, last = what.split("+")
-    return ("".join(recomputed), True) if last == HOST else (last, False)
 
 
 class Contract(Protocol):
@@ -450,34 +434,6 @@ def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:
     if not any(a.name in derived.parameters for a in bsym.flat_proxy_args):
         return False
     return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
-
-
-class Saving(NamedTuple):
-    """What a lowered forward saves for its backward. ``lines`` are without deletions and without the ``last`` one. The
-    arguments of that are ``result`` and (``saved``, ``other``). ``only_saved``: the names of what is saved and not
-    returned; ``issues``: of collectives, by their futures."""
-
-    lines: list[BoundSymbol]
-    last: BoundSymbol
-    result: dict[str, Any]
-    saved: tuple[Any, ...]
-    other: Any
-    only_saved: Collection[str]
-    issues: dict[str, BoundSymbol]
-
-    @classmethod
-    def of(cls, trace: TraceCtx) -> Saving | None:
-        """None for a trace that is no forward with a backward."""
-        if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(trace.bound_symbols[-1]):
-            return None
-        *lines, last = [b for b in trace.bound_symbols if not is_deletion(b)]
-        result, (saved, other) = last.args
-        issues = {b.output.name: b for b in lines if is_issue(b)}
-        return cls(lines, last, result, saved, other, names(saved) - names(result["output"]), issues)
-
-    def returning(self, saved: tuple[Any, ...]) -> BoundSymbol:
-        """The last line with other saved values."""
-        return self.last.from_bsym(args=(self.result, (saved, self.other)))
 
 
 class Swapped(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_function, called_module
+from passes.analysis.calls import ON_HOST, block_function, called_module
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -31,7 +31,6 @@ from passes.analysis.recognise import (
 )
 from passes.offload import given, loaded, stored
 from passes.plan import Bucket, BucketPlan, Wire
-from passes.save import ON_HOST
 from passes.schedule import schedule, wait_copies
 
 import thunder

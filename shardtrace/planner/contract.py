@@ -23,14 +23,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_of, called_module
+from passes.analysis.calls import block_of, called_module, way_of
 from passes.analysis.liveness import step_liveness
 from passes.analysis.recognise import bucket_of, is_deletion, nbytes
 from passes.chunk_loss import CHUNKS, Chunks, chunk_loss
 from passes.pipeline import Compilation, Facts
 from passes.plan import BucketPlan, Placement, ShardedParameter, TracedParameters
 from passes.plan.cost import hardware
-from passes.save import block_around, way_of
+from passes.save import block_around
 from shardtrace.inspector.step_data import size
 from shardtrace.model.state import ShardedState
 from shardtrace.options.policies import MemoryBudget

@@ -21,12 +21,12 @@ from functools import cached_property, partial
 from itertools import cycle, product, starmap
 from typing import Any, NamedTuple
 
+from passes.analysis.calls import HOST, way_of
 from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, nbytes
 from passes.analysis.seconds import block_seconds, compute_seconds, latency_seconds, link_seconds
 from passes.plan import Bucket, CostModel, Wire
 from passes.plan.bucket import MB
 from passes.plan.cost import HOST_MEMORY
-from passes.save import HOST, way_of
 from shardtrace.options.strategy import RECOMPUTED, repeated_blocks
 from shardtrace.planner.compose import Call, Choice, Compiled, ComposedStep, Pair, compose
 from shardtrace.planner.estimate import OVER_MACHINES, STRATEGIES, Estimate, Task, estimate
@@ -201,8 +201,8 @@ EXACT = Rounding()
 
 
 class Candidate(NamedTuple):
-    """A combination: a family by name, what each block recomputes or keeps in host memory (:func:`passes.save.way_of`,
-    nothing if it is not there), which buckets are kept, the prefetch, and how messages are rounded."""
+    """A combination: a family by name, what each block recomputes or keeps in host memory (nothing if it is
+    not there), which buckets are kept, the prefetch, and how messages are rounded."""
 
     family: str
     recomputed: tuple[tuple[str, str], ...] = ()

@@ -16,7 +16,7 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
-from passes.analysis.calls import Block, CallOf, unique_name
+from passes.analysis.calls import ON_HOST, Block, CallOf, unique_name, way_of
 from passes.analysis.recognise import InModule, names
 from passes.blocks import executor as block_calls
 from passes.compat.jit import add_note, compile_data_and_stats, name_as_user, names_of_users
@@ -24,7 +24,7 @@ from passes.kernels.aten import Meta
 from passes.kernels.registration import is_as_eager
 from passes.kernels.torch_call import TorchCall, executor, laid_out
 from passes.plan import ShardedParameter
-from passes.save import ON_HOST, mark_block, way_of
+from passes.save import mark_block
 from shardtrace.record.calls import (
     PLAIN,
     Call,
@@ -472,7 +472,7 @@ class Blocks:
 
     Args:
         repeated, marked: the names of the modules that may be called, and of those whose activations are recomputed
-            or kept in host memory (:func:`passes.save.way_of`).
+            or kept in host memory (:func:`passes.analysis.calls.way_of`).
         parameter_of: gives the sharded parameter of a tensor, or None.
         obstacle: why all lines must stand in the trace; empty if they need not.
     """

@@ -29,7 +29,7 @@ PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule of a sharded model: the
 REPEATED = "_shardtrace_block"  # of a block that is compiled once with others of its kind: its name
 EAGER = "_shardtrace_eager"  # of a module that PyTorch runs
 LIBRARIES = frozenset({"torch", "torchgen", "thunder", "shardtrace", "passes", "contextlib"})
-CHECKPOINTED = "_shardtrace_checkpointed"  # what becomes of a module's activations (:func:`passes.save.way_of`)
+CHECKPOINTED = "_shardtrace_checkpointed"  # what becomes of a module's activations, as way_of reads it
 
 
 def recomputed(module: nn.Module) -> str | None:
