@@ -19,6 +19,7 @@ from unittest import mock
 
 import shardtrace  # before thunder: makes it importable on the newest torch
 from passes import Bucket, PassAfterLowering, pipeline
+from passes.analysis.dims import torch_line
 from passes.analysis.recognise import bucket_of, is_deletion
 from passes.comm import sequence
 from passes.kernels.torch_call import call_of
@@ -180,10 +181,11 @@ def smoothing(line: BoundSymbol) -> Proxy | None:
 def gathered(line: BoundSymbol) -> Proxy | None:
     if line.sym is sequence.cut:
         ROWS[:] = [sequence.Part(line.args[1].plan, Split(0, 2, POSITIONS, 1))]
-    if line.sym is not cross_entropy:
+    call = torch_line(line)
+    if call is None or call.name != "nn.functional.cross_entropy":
         return None
-    logits, labels = (sequence.gather_parts(x, ROWS[0]) for x in line.args[:2])
-    return cross_entropy(logits, labels, *line.args[2:])
+    logits, labels = (sequence.gather_parts(x, ROWS[0]) for x in call.operands)
+    return cross_entropy(logits, labels, *call.args[2:], **call.kwargs)
 
 
 ROWS: list[sequence.Part] = []

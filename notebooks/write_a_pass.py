@@ -164,10 +164,10 @@ lines = [line for line in text(backward, dels=False).splitlines() if "gather" in
 expected = """\
 bw_ft3 = all_gather((t_2_weight, t_2_bias), b_2_int8)
 (bw_t5, bw_t6) = wait_all_gather(bw_ft3, b_2_int8)
-ft10 = reduce_scatter((t8, t9), b_2)
-ft14 = reduce_scatter((t12, t13), b_0)
-(t15, t16) = wait_reduce_scatter(ft10, b_2)
-(t17, t18) = wait_reduce_scatter(ft14, b_0)"""
+ft12 = reduce_scatter((t9, t11), b_2)
+ft18 = reduce_scatter((t15, t17), b_0)
+(t19, t20) = wait_reduce_scatter(ft12, b_2)
+(t21, t22) = wait_reduce_scatter(ft18, b_0)"""
 
 assert "\n".join(lines) == expected, "\n".join(lines)
 

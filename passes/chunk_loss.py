@@ -120,7 +120,7 @@ def _find(logits: TensorProxy, made: Mapping[str, BoundSymbol], readers: Mapping
 def _is_plain(line: BoundSymbol) -> bool:
     """Whether a line runs as it stands: without autocast, which would cast in each chunk again, and without writes."""
     call = call_of(line.sym)
-    return call is None or not (call.autocast or call.written or call.random)
+    return call is None or not (call.casts or call.written or call.random)
 
 
 def _product(call: TorchLine, made: Mapping[str, BoundSymbol]) -> tuple[Any, Any, Any] | None:

@@ -27,7 +27,7 @@ from passes.comm.sequence import (
     to_output,
 )
 from passes.comm.symbols import Property
-from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
+from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed, symbols_of_torch
 from passes.compat.versions import Fakes
 from passes.kernels.aten import Meta
 from passes.kernels.torch_call import TorchCall, call_of
@@ -182,12 +182,10 @@ class Writer:
         operands = [flat[i] for i in places]
         absent = _absent(operands)
         inputs = [_meta(p, grad, absent) for p, grad in zip(operands, grads, strict=True)]
-        for i in places:
-            flat[i] = None
+        flat = [None if isinstance(x, TensorProxy) else x for x in flat]
         options: dict[str, Any] = {"random": is_random(line)}
         if like is not None:
-            modes = {"written": like.written, "autocast": like.autocast}
-            options = {"random": like.random, **modes}
+            options = {"random": like.random, "written": like.written, "autocast": like.autocast}
         name = name or f"torch_{getattr(function, '__name__', 'call').strip('_')}_part"
         call = TorchCall(
             name=unique_name(self.trace, name), function=function, flat=flat, spec=spec, places=places,
@@ -195,6 +193,8 @@ class Writer:
         )  # fmt: skip
         with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):
             call.results = [Meta.of(t) for t in call.call([m.empty().requires_grad_(m.grad) for m in inputs])]
+        if not call.results:  # the function returns its argument, if that lies as asked for
+            return self.emit(line, lambda: symbols_of_torch()[function](*args, **kwargs))
         return self.emit(line, lambda: call.symbol(*operands))
 
     def grads(self, line: BoundSymbol, call: TorchLine) -> list[bool]:

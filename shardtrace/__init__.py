@@ -63,12 +63,11 @@ from shardtrace.training.methods import register_forward_method
 
 __version__ = _version
 kernels = executor
-"""An executor that runs torch's own kernels, forward and backward: linear layers, convolutions, batch and RMS norm,
-attention, softmax, cross entropy, dropout.
+"""An executor with which the lines of a sharded model call torch's own functions, forward and backward.
 
 A sharded model has it by default if ``thunder.jit`` is given no executors. Add it to executors of your own choice:
-``thunder.jit(model, executors=["sdpa", shardtrace.kernels, "torchcompile"])``. Beside an executor that fuses, it runs
-only what is better not fused: attention, convolutions, batch norm and cross entropy.
+``thunder.jit(model, executors=["sdpa", shardtrace.kernels, "torchcompile"])``. Beside an executor that fuses, only
+what is better not fused is torch's own: attention, convolutions, batch norm and cross entropy.
 """
 
 __all__ = [

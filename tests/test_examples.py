@@ -323,7 +323,7 @@ def test_litgpts_own_loop_with_fabric(tmp_path):
 MUSEUM = [  # what the proof says about each exhibit
     "divides by 1, the plan of its members by 2: ft0 = all_reduce(",
     "divides by 1, the plan of its members by 2: ft0 = reduce_scatter(",
-    "the step computes linear_backward_weight(",
+    "the step computes aten.mm.default(aten.t.default(",
     "the step computes shardtrace.cut(torch_causal_attention_part_backward(",
     "for a value of all ranks, it is a mean over this rank's positions",
     "label_smoothing=0.2), on part, part, is not the recorded cross_entropy(",

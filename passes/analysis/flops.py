@@ -14,7 +14,7 @@ cheap. The inputs of the block are there anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_function, function_of_lines, lines_within
@@ -29,12 +29,10 @@ from passes.analysis.recognise import (
 )
 from passes.comm.symbols import Property
 from passes.compat.jit import shape_of
-from passes.kernels import executor as kernels
 from passes.kernels.aten import counts_flops, flops_of, operator_of
-from passes.kernels.attention import CausalAttention, attention_backward_flops, attention_flops
-from passes.kernels.functional import convolution_flops, product
+from passes.kernels.attention import CausalAttention
 from passes.kernels.losses import ChunkedLoss
-from passes.kernels.registration import Flops, Shapes, kernel_id
+from passes.kernels.registration import kernel_id
 from passes.kernels.torch_call import Line, TorchCall, call_of
 from passes.plan.cost import Work
 
@@ -237,8 +235,10 @@ def is_library_call(sym: Symbol) -> bool:
 
 
 def is_free(bsym: BoundSymbol) -> bool:
-    """True for a line that computes nothing, such as a cast to the dtype that the tensor has."""
+    """True for a line that computes nothing, such as a cast to the dtype that the tensor has, or ATen's own view."""
     found = properties(bsym.sym)
+    if Property.VIEW in found and operator_of(bsym.sym) is not None:
+        return True
     return Property.FREE in found or (Property.CAST in found and not _changed(bsym))
 
 
@@ -330,6 +330,43 @@ def _tensors(proxies: Iterable[Any]) -> list[TensorProxy]:
 
 # ---- rules ----
 
+Shapes = Sequence[Sequence[int]]
+# FLOPs from the shapes of a line's tensor arguments and of its results. Numbers and None are left out.
+Flops = Callable[[Shapes, Shapes], int]
+
+
+def product(left: int) -> Flops:
+    """Of a matrix product whose left factor is tensor number ``left``: (..., m, k) x (..., k, n) -> (..., m, n).
+
+    Adding a bias or another tensor is not counted.
+    """
+    return lambda tensors, outs: 2 * math.prod(outs[0]) * tensors[left][-1]
+
+
+def convolution_flops(tensors: Shapes, outs: Shapes) -> int:
+    """(n, c, ...) * (o, c / groups, kernel...) -> (n, o, ...)"""
+    return 2 * math.prod(outs[0]) * math.prod(tensors[1][1:])
+
+
+def _of_attention(query: int, by_key: int, by_value: int) -> Flops:
+    """Of ``by_key`` products with the keys' width and ``by_value`` with the values', for each pair of a query and a
+    key.
+
+    ``query`` is its index among the tensors; keys and values follow. Queries are (..., queries, width), keys
+    (..., keys, width). A causal mask does not lower the count, as in ``torch.utils.flop_counter``.
+    """
+
+    def count(tensors: Shapes, outs: Shapes) -> int:
+        (*rows, width), keys, values = tensors[query : query + 3]
+        return 2 * math.prod(rows) * keys[-2] * (by_key * width + by_value * values[-1])
+
+    return count
+
+
+attention_flops = _of_attention(query=0, by_key=1, by_value=1)  # Q K^T and P V
+# By key: recomputed scores, gradients of Q and K. By value: gradients of P and V. The output's gradient comes first.
+attention_backward_flops = _of_attention(query=1, by_key=3, by_value=2)
+
 
 def _grouped_product(tensors: Shapes, outs: Shapes) -> int:
     """Products of groups of rows, each with its own matrix, (m, k) x (g, k, n) -> (m, n), and their gradients."""
@@ -359,7 +396,6 @@ FLOPS: Mapping[Hashable, Flops] = {
     "torch.nn.functional.scaled_dot_product_attention": attention_flops,
     **dict.fromkeys((sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id), attention_flops),
     **dict.fromkeys((sdpaex.sdpea_bwd.id, sdpaex.sdpfa_bwd.id), attention_backward_flops),
-    **kernels.flops,
     # executors that exist only if their library is installed
     **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), attention_flops),
     **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), attention_backward_flops),

@@ -1,12 +1,13 @@
-"""The executor whose operators are torch's own kernels, forward and backward.
+"""The executor of torch's own kernels.
 
-Thunder's autodiff takes functions such as rms_norm apart. Without a fusing executor each part runs by itself and
-saves its own activations. Here each function is one line of forward and one line of backward, which call the kernels
-that eager PyTorch calls and save what eager saves.
+A model that has it among its executors is recorded with lines that call torch's own functions, differentiated by
+:mod:`passes.kernels.aten`: see ``shardtrace/record/symbols.py``. For the few functions that need a kernel of ours, each
+is one line of forward and one line of backward, which save what eager saves.
 
-    @implements(ltorch.chunk, supported=lambda a, **others: is_floating(a))
-    def chunk(a, chunks, dim=0):
-        return chunk_forward(a, chunks, dim), lambda *grads: [(a, ltorch.cat(grads, dim))]
+    @implements(ltorch.softmax, supported=lambda a, **others: is_floating(a))
+    def softmax(a, dim):
+        out = softmax_forward(a, dim)
+        return out, lambda grad: [(a, softmax_backward(grad, out, dim))]
 
 A function returns its result (or several) and a function from its gradient to pairs of an argument and its gradient.
 """
@@ -22,7 +23,7 @@ from passes.compat.jit import compile_data_and_stats, shape_of, symbol_that_call
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
 from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, register_executor
@@ -31,18 +32,14 @@ Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
 # A result or a tuple of results, and the function from their gradients to those of the arguments.
 Differentiated = tuple[Any, Callable[..., Gradients]]
 Implementation = Callable[..., Differentiated]
-Shapes = Sequence[Sequence[int]]
-# FLOPs from the shapes of a line's tensor arguments and of its results. Numbers and None are left out.
-Flops = Callable[[Shapes, Shapes], int]
 F = TypeVar("F", bound=Implementation)
 
 HALF = frozenset({dtypes.float16, dtypes.bfloat16})
 FLOATING = HALF | {dtypes.float32, dtypes.float64}
 
 
-class KernelExecutor(OperatorExecutor, FusionExecutor):
-    """Runs the functions that it implements. As a fusing executor it also sees the whole trace once, after dead code
-    is gone, and tells each kernel which of its gradients are used.
+class KernelExecutor(OperatorExecutor):
+    """Runs the functions that it implements.
 
     Beside an executor that fuses (torchcompile, nvFuser) it leaves it the functions that are better fused with their
     neighbours: those of :func:`implements` that are ``fusible``.
@@ -51,19 +48,9 @@ class KernelExecutor(OperatorExecutor, FusionExecutor):
     def __init__(self, name: str, *, version: str) -> None:
         super().__init__(name, version=version)
         self.fusible: set[Hashable] = set()  # ids of symbols
-        self.flops: dict[Hashable, Flops] = {}  # of products, convolutions and attention, by the id of the kernel
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
         return not (bsym.sym.id in self.fusible and is_beside_fusions()) and super().can_execute(bsym)
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        return False
-
-    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        used = {a.name for b in trace.bound_symbols for a in b.flat_proxy_args}
-        new = from_trace(trace)
-        new.bound_symbols = [_narrowed(b, used) if has_mask(b.sym) else b for b in trace.bound_symbols]
-        return new
 
 
 def is_beside_fusions() -> bool:
@@ -72,53 +59,25 @@ def is_beside_fusions() -> bool:
     return data is not None and any(map(fuses, data.executors_list))
 
 
-def is_as_eager() -> bool:
-    """True if an executor of the running compilation has these kernels, and none compiles regions of a trace."""
+def has_kernels() -> bool:
+    """True if an executor of the running compilation has these kernels."""
     data, _ = compile_data_and_stats()
-    return data is not None and executor in data.executors_list and not is_beside_fusions()
+    return data is not None and executor in data.executors_list
 
 
 def fuses(executor: Executor) -> bool:
     """True for an executor that compiles regions of a trace. Thunder's executor for cross entropy does nothing else."""
-    return (
-        isinstance(executor, FusionExecutor)
-        and not isinstance(executor, KernelExecutor)
-        and (executor != torch_compile_xentropy_ex)
-    )
-
-
-class Masked:
-    """A tag of kernels whose last argument tells for each of their outputs whether to compute it."""
+    return isinstance(executor, FusionExecutor) and executor != torch_compile_xentropy_ex
 
 
 executor = KernelExecutor("torch_kernels", version="0.1")
 register_executor(executor)
 
 
-def has_mask(sym: Symbol) -> bool:
-    """True for a kernel whose last argument tells which of its outputs to compute."""
-    return Masked in (sym.tags or ())
-
-
-def kernel(
-    name: str,
-    meta: Callable[..., Any],
-    fn: Callable[..., Any],
-    *,
-    flops: Flops | None = None,
-    masked: bool = False,
-    tags: Sequence[Any] = (),
-) -> Symbol:
-    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies, ``flops`` counts its products.
-
-    ``masked`` kernels have several results and take a tuple of bools as their last argument; they return None in place
-    of a result whose bool is False.
-    """
-    tags = [*tags, *([Masked] if masked else [])]
-    symbol = symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=tags)
+def kernel(name: str, meta: Callable[..., Any], fn: Callable[..., Any], *, tags: Sequence[Any] = ()) -> Symbol:
+    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies."""
+    symbol = symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=list(tags))
     executor.opmap[name] = symbol
-    if flops is not None:
-        executor.flops[symbol.id] = flops
     return symbol
 
 
@@ -190,18 +149,5 @@ def is_floating(*tensors: TensorProxy | None) -> bool:
     )
 
 
-def present(*tensors: TensorProxy | None) -> tuple[bool, ...]:
-    """The mask of a kernel all of whose gradients are wanted: True for each tensor that is there."""
-    return tuple(t is not None for t in tensors)
-
-
 def is_empty(a: TensorProxy) -> bool:
     return any(isinstance(d, int) and d == 0 for d in shape_of(a))
-
-
-def _narrowed(bsym: BoundSymbol, used: set[str]) -> BoundSymbol:
-    wanted = tuple(o is not None and o.name in used for o in bsym.output)
-    if wanted == bsym.args[-1]:
-        return bsym
-    output = tuple(o if want else None for o, want in zip(bsym.output, wanted, strict=True))
-    return bsym.from_bsym(args=(*bsym.args[:-1], wanted), output=output)

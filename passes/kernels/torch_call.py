@@ -25,7 +25,7 @@ from weakref import ref
 from passes.comm.symbols import Property
 from passes.compat.jit import OwnLine, OwnLines, symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
-from passes.kernels.aten import CONSTANTS, Meta, Program, find_program, flop_counter, storage
+from passes.kernels.aten import CONSTANTS, Meta, Program, find_program, flop_counter, properties_of, storage
 from passes.plan.runtime import Unused
 
 import thunder.torch as ltorch
@@ -256,6 +256,13 @@ class TorchCall(OwnLine):
     # ---- at compile time ----
 
     @cached_property
+    def casts(self) -> bool:
+        """Whether autocast casts a tensor in the call."""
+        made = self.program.forward if self.program is not None else ()
+        cast = torch.ops.aten._to_copy.default
+        return bool(self.autocast) and (self.program is None or any(o.operator == cast for o in made))
+
+    @cached_property
     def program(self) -> Program | None:
         """The operators that the call and its backward run; None if it has to keep a graph of autograd."""
         if resolve_name(self.function) is None and not isinstance(self.function, OpOverload):
@@ -265,6 +272,21 @@ class TorchCall(OwnLine):
     @cached_property
     def key(self) -> Key:
         return Key(self)
+
+    @cached_property
+    def properties(self) -> Property:
+        """Those of the operators that the call runs, if it runs one, or only views and copies."""
+        found = Property.RANDOM if self.random else Property.NONE
+        if self.program is None or self.written:
+            return found
+        operators = [operation.operator for operation in self.program.forward]
+        each = [properties_of(operator) for operator in operators]
+        copies = [operator == torch.ops.aten.clone.default for operator in operators]
+        if all(copy or Property.VIEW in one for copy, one in zip(copies, each, strict=True)):
+            if not (copies and all(copies)):
+                return found | Property.VIEW
+            return found | (Property.COPY if self.function is torch.Tensor.contiguous else Property.NONE)
+        return found | (each[0] & ~Property.RANDOM if len(each) == 1 else Property.NONE)
 
     @cached_property
     def reads(self) -> Reads:
@@ -291,7 +313,7 @@ class TorchCall(OwnLine):
     @cached_property
     def symbol(self) -> Symbol:
         """The symbol of the line as it is traced."""
-        tags: list[Any] = [Property.RANDOM, OpTags.RANDOM_OP] if self.random else []
+        tags: list[Any] = [self.properties, *([OpTags.RANDOM_OP] if self.random else [])]
         return symbol_that_calls(self.name, self.proxies, self.run, id=self, is_prim=True, tags=tags)
 
     def _lowered(self, kind: str, meta: Callable[..., Any], function: Callable[..., Any]) -> Symbol:
@@ -310,7 +332,7 @@ class TorchCall(OwnLine):
     def _direct(self) -> Callable[..., Any] | None:
         """A function of the tensors that does no more than to call torch's function, with the constants in their
         places: it returns a tensor if that does. One for all equal calls. None if the call needs more."""
-        if self.autocast or self.program is None or self.program.returns is None:
+        if self.casts or self.program is None or self.program.returns is None:
             return None
         return _direct(self.key)
 
@@ -337,7 +359,7 @@ class TorchCall(OwnLine):
     def _by_program(self, program: Program, tensors: Sequence[TensorProxy]) -> tuple[TensorProxy, ...]:
         """Adds the lines of the program, and its gradients."""
         values: dict[int, TensorProxy] = dict(enumerate(tensors))
-        if program.whole and not self.autocast:
+        if program.whole and not self.casts:
             values |= zip(program.results, self.execute(*tensors), strict=True)
         else:
             program.write(program.forward, values, self.absent)

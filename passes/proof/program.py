@@ -27,7 +27,7 @@ from passes.analysis.recognise import (
     is_unpack,
 )
 from passes.borders import snapshot
-from passes.kernels.registration import has_mask, kernel_id
+from passes.kernels.registration import kernel_id
 
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
@@ -261,8 +261,7 @@ def _plain_step(line: BoundSymbol) -> Step:
     """The step of a line whose results are an expression of its arguments."""
     operands: list[str] = []
     operation = identity(line.sym)
-    args = line.args[:-1] if has_mask(line.sym) else line.args
-    constants = arguments_of(args, line.kwargs, operands)
+    constants = arguments_of(line.args, line.kwargs, operands)
     if is_foreign(line.sym):
         operation = operation, line.sym.name
     return Step(line, operation, constants, tuple(operands), _results(line), None)
@@ -270,8 +269,7 @@ def _plain_step(line: BoundSymbol) -> Step:
 
 def _results(line: BoundSymbol) -> tuple[str | None, ...]:
     out = line.output if isinstance(line.output, (tuple, list)) else (line.output,)
-    computed = line.args[-1] if has_mask(line.sym) else (True,) * len(out)
-    return tuple(o.name if isinstance(o, Proxy) and c else None for o, c in zip(out, computed, strict=True))
+    return tuple(o.name if isinstance(o, Proxy) else None for o in out)
 
 
 def _own_law(line: BoundSymbol, operation: Hashable) -> Law | None:

@@ -21,7 +21,7 @@ from passes.analysis.recognise import InModule, names
 from passes.blocks import executor as block_calls
 from passes.compat.jit import add_note, compile_data_and_stats, name_as_user, names_of_users
 from passes.kernels.aten import Meta
-from passes.kernels.registration import is_as_eager
+from passes.kernels.registration import has_kernels, is_beside_fusions
 from passes.kernels.torch_call import TorchCall, executor, laid_out
 from passes.plan import ShardedParameter
 from passes.save import mark_block
@@ -40,7 +40,7 @@ from shardtrace.record.calls import (
     storage,
 )
 from shardtrace.record.memory import Memory, Values
-from shardtrace.record.symbols import AS_TORCH, NotTrusted, check_as_eager, name_of, out_of_place, value, value_in_place
+from shardtrace.record.symbols import NotTrusted, check_as_eager, name_of, out_of_place, value, value_in_place
 
 import torch
 from thunder import torch as ltorch
@@ -108,7 +108,7 @@ class Replay:
         self._input_of, self._memory, self._written, self._absent = input_of, memory, written, absent
         self._names: dict[Any, str] = {}
         self._is_repeated = False  # in backward: the call that is written
-        self._is_as_eager = is_as_eager()
+        self._has_kernels, self._fuses = has_kernels(), is_beside_fusions()
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
@@ -213,11 +213,12 @@ class Replay:
     def _by_symbol(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
-        if self._is_as_eager:
-            check_as_eager(call.function, call.args, call.kwargs, repeated=self._is_repeated)
-        in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
+        if self._has_kernels:
+            cuda = self._absent is not None or any(t.is_cuda for t in call.tensors())
+            options = {"fuses": self._fuses, "cuda": cuda, "repeated": self._is_repeated}
+            check_as_eager(call.function, call.args, call.kwargs, **options)
         if call.written:
-            if not in_place or any(t is not call.args[0] for t in call.results):
+            if not _writes_first(call):
                 raise NotTrusted("writes into its arguments")
             old, compute = call.written, value_in_place
         else:
@@ -253,11 +254,12 @@ class Replay:
         if name_of(function) in LIKE and len(tensors) == 1:
             function, tensors = without_values(function), []
             args, kwargs = pytree.tree_map_only(torch.Tensor, Meta.of, (call.args, call.kwargs))
-        if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
+        if _is_lowered(call) or (not call.written and _is_widened(call, call.results)):
+            # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
-        if into and name_of(function).strip("_") in AS_TORCH and "out" not in kwargs:
-            function, kwargs = out_of_place(function, kwargs)
+        if _writes_first(call) and (functional := out_of_place(function, tensors, kwargs)) is not None:
+            function, kwargs = functional
             made, written = list(call.written), []
         else:
             made = [t for t in call.results if id(t) not in into]
@@ -376,6 +378,12 @@ def keep_gradient(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The values ``new`` with the gradient of ``old``: a write that autograd does not see."""
     found: torch.Tensor = KeepGradient.apply(old, new)
     return found
+
+
+def _writes_first(call: Call) -> bool:
+    """Whether a call writes into its first argument and nothing else, and makes no other tensor."""
+    given = call.args[0] if call.args else None
+    return len(call.written) == 1 and call.written[0] is given and all(t is given for t in call.results)
 
 
 def _is_lowered(call: Call) -> bool:

@@ -2,16 +2,16 @@
 
 For any other function, and for arguments that are not known to be safe, the line calls torch's own function.
 
-Note [Rounding]. Thunder's symbols for some functions compute the same in another order, in which other bits are lost.
-An executor that fuses needs the symbols. Without one, on a CPU, the line calls torch's function, and rounds as eager
-does. (What that costs on a GPU was not measured.)
+Note [Rounding]. Thunder's symbols for some functions compute the same in another order, in which other bits are lost,
+and take several kernels. An executor that fuses needs the symbols. Without one, the line calls torch's function, which
+rounds as eager does, and symbols only move tensors. On CUDA attention is that of Thunder's executor ``sdpa``.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from passes.compat.jit import symbols_of_torch
@@ -47,19 +47,23 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 # by the last part of torch's name; a function and the method of that name compute the same
-TRUSTED = frozenset(
+MOVED = frozenset(
+    """view reshape transpose permute t flatten unflatten squeeze unsqueeze expand expand_as contiguous chunk split
+    unbind narrow select movedim swapaxes swapdims view_as reshape_as detach clone T mT
+    to float half bfloat16 double long int bool type_as
+    zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full
+    """.split()  # noqa: SIM905
+)
+TRUSTED = MOVED | frozenset(
     """add sub mul div true_divide neg exp expm1 log log1p log2 sqrt rsqrt reciprocal sin cos tanh sigmoid erf abs pow
     square eq ne lt le gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_xor bitwise_not where
     masked_fill
     relu gelu silu mish elu selu softplus logsigmoid softmax log_softmax leaky_relu
-    view reshape transpose permute t flatten unflatten squeeze unsqueeze expand expand_as contiguous chunk split unbind
-    narrow select movedim swapaxes swapdims view_as reshape_as detach clone T mT
-    to float half bfloat16 double long int bool type_as
     cat stack sum mean var cumsum argmax any all
     linear matmul mm bmm
     layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d dropout scaled_dot_product_attention
     cross_entropy
-    zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu
+    tril triu
     """.split()  # noqa: SIM905
 )
 CASTS = {
@@ -89,40 +93,29 @@ class NotTrusted(Exception):
     """Why a line calls torch's function."""
 
 
-# by torch's names without underscores: the operators that torch's autograd runs are as fast as kernels of our own
-AS_TORCH = frozenset(
-    "elu gelu group_norm layer_norm leaky_relu mish relu selu sigmoid silu softplus tanh".split()  # noqa: SIM905
-)
-# Note [Rounding]. Those in half round otherwise, or cast to float32 and back, each by a function of its own.
-ROUNDED = frozenset({"logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
-ROUNDED_IN_HALF = frozenset(
-    "abs cos cumsum erf exp expm1 log log1p log2 mean neg rsqrt sin sqrt sum".split()  # noqa: SIM905
-)
-SUMS = frozenset({"add", "iadd", "isub", "radd", "rsub", "sub"})
-ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "truediv"}
-HALF = (torch.bfloat16, torch.float16)
+# no executor fuses them
+LIBRARY = frozenset({"conv1d", "conv2d", "conv3d", "cross_entropy", "scaled_dot_product_attention"})
+# Thunder's symbols compute nothing, or write into statistics
+AS_SYMBOLS = MOVED | {"getitem", "zero", "fill", "batch_norm"}
 
 
-def check_as_eager(function: Callable[..., Any], args: Any, kwargs: Any, *, repeated: bool) -> None:
-    """Raises NotTrusted if Thunder's symbol has parts that nothing fuses, or rounds otherwise than torch. The arguments
-    are a recorded call's. ``repeated``: in backward, which then repeats the parts of attention that draw
-    nothing."""
+def check_as_eager(
+    function: Callable[..., Any], args: Any, kwargs: Any, *, fuses: bool, cuda: bool, repeated: bool
+) -> None:
+    """Raises NotTrusted if the line of a recorded call is to be torch's own function, as it is wherever nothing fuses.
+
+    Args:
+        fuses: whether an executor fuses.
+        cuda: whether the step is one of CUDA.
+        repeated: in backward, which then repeats the parts that draw nothing.
+    """
     name = name_of(function).strip("_")
-    if name in AS_TORCH:
-        raise NotTrusted("its parts are not fused")
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    in_half = any(t.dtype in HALF for t in tensors)
-    if (
-        (name in ROUNDED and (in_half or not (name == "pow" and args[1:] == (2,))))
-        or (in_half and name in ROUNDED_IN_HALF)
-        or (name in SUMS and "alpha" in kwargs)
-        or (name in ELEMENTWISE and (in_half or len({t.shape for t in tensors}) > 1))  # the sum over what is broadcast
-        or (name == "matmul" and (any(t.ndim == 1 for t in tensors) or all(t.ndim > 2 for t in tensors)))
-        or (name == "rms_norm" and not in_half)
-        or (name == "dropout" and not repeated and tensors[0].is_cuda)  # one kernel, and eager's numbers
-        or (name == "scaled_dot_product_attention" and not repeated and _drops(*args, **kwargs))
-    ):
-        raise NotTrusted("Thunder's symbol rounds otherwise")
+    if name in AS_SYMBOLS or (name == "dropout" and (repeated or not cuda)):
+        return
+    if name == "scaled_dot_product_attention" and (repeated if _drops(*args, **kwargs) else cuda):
+        return
+    if not fuses or name in LIBRARY:
+        raise NotTrusted("nothing fuses it")
 
 
 def _drops(
@@ -156,12 +149,20 @@ def is_method(function: Callable[..., Any]) -> bool:
     return name == "__get__" or found is function or getattr(function, "__objclass__", None) in torch.Tensor.__mro__
 
 
-def out_of_place(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function and keywords that return what a function of ``AS_TORCH`` writes into its first argument."""
-    name = name_of(function).strip("_")
-    if not name_of(function).endswith("_"):
+def out_of_place(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The function and keywords that return what a function of ``tensors`` writes into its first argument; None if none
+    is known, or if it may return another dtype."""
+    name = name_of(function)
+    if len({t.dtype for t in tensors if t.dtype != torch.bool}) > 1 or "out" in kwargs:
+        return None
+    if kwargs.get("inplace"):
         return function, {**kwargs, "inplace": False}
-    return next(getattr(home, name) for home in (torch.Tensor, F) if hasattr(home, name)), dict(kwargs)
+    plain = name.replace("__i", "__", 1) if name in IN_PLACE else name[:-1]
+    if name not in IN_PLACE and (plain not in TRUSTED or not name.endswith("_")):
+        return None
+    return next(getattr(home, plain) for home in (torch.Tensor, F) if hasattr(home, plain)), dict(kwargs)
 
 
 def value_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

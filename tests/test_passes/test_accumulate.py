@@ -41,9 +41,11 @@ t0, = cotangents
 clear_mutable_collection(cotangents)
 input, = C0
 clear_mutable_collection(C0)
-t1 = linear_backward_weight(t0, input)
-t2 = linear_backward_bias(t0)
-accumulate((t1, t2), b_root)
+t1 = aten_t(t0)
+t2 = aten_mm(t1, input)
+t3 = aten_sum_dim_IntList(t0, [0], True)
+t4 = aten_view(t3, [4])
+accumulate((t2, t4), b_root)
 return (None, None, None)""",
     )
 
@@ -60,12 +62,14 @@ t0, = cotangents
 clear_mutable_collection(cotangents)
 input, = C0
 clear_mutable_collection(C0)
-t1 = linear_backward_weight(t0, input)
-t2 = linear_backward_bias(t0)
-(t3, t4) = accumulated((t1, t2), b_root)
-ft5 = reduce_scatter((t3, t4), b_root)
-(t6, t7) = wait_reduce_scatter(ft5, b_root)
-return (None, t7, t6)""",
+t1 = aten_t(t0)
+t2 = aten_mm(t1, input)
+t3 = aten_sum_dim_IntList(t0, [0], True)
+t4 = aten_view(t3, [4])
+(t5, t6) = accumulated((t2, t4), b_root)
+ft7 = reduce_scatter((t5, t6), b_root)
+(t8, t9) = wait_reduce_scatter(ft7, b_root)
+return (None, t9, t8)""",
     )
 
 

@@ -223,22 +223,26 @@ clear_mutable_collection(C0)
 bw_ft2 = all_gather((t_0_3_weight, t_0_3_bias), b_0_3)
 bw_ft3 = all_gather((t_0_0_weight, t_0_0_bias), b_0_0)
 (bw_t4, bw_t5) = wait_all_gather(bw_ft2, b_0_3)
-t6 = linear_backward_input(t0, bw_t4)
-(bw_t7, bw_t8) = wait_all_gather(bw_ft3, b_0_0)
-bw_t9 = linear(input, bw_t7, bw_t8)
-bw_t10 = torch_tanh_0(bw_t9)
-t11 = dropout(bw_t10, t1, 2.0)
-t12 = linear_backward_weight(t0, t11)
-t13 = linear_backward_bias(t0)
-ft14 = reduce_scatter((t12, t13), b_0_3)
-t15 = dropout(t6, t1, 2.0)
-t16 = aten_tanh_backward(t15, bw_t10)
-t17 = linear_backward_weight(t16, input)
-t18 = linear_backward_bias(t16)
-ft19 = reduce_scatter((t17, t18), b_0_0)
-(t20, t21) = wait_reduce_scatter(ft14, b_0_3)
-(t22, t23) = wait_reduce_scatter(ft19, b_0_0)
-return (None, t23, t22, t21, t20)""",
+t6 = aten_mm(t0, bw_t4)
+t7 = aten_t(t0)
+(bw_t8, bw_t9) = wait_all_gather(bw_ft3, b_0_0)
+bw_t10 = torch_linear_0(input, bw_t8, bw_t9)
+bw_t11 = torch_tanh_0(bw_t10)
+t12 = dropout(bw_t11, t1, 2.0)
+t13 = aten_mm(t7, t12)
+t14 = aten_sum_dim_IntList(t0, [0], True)
+t15 = aten_view(t14, [4])
+ft16 = reduce_scatter((t13, t15), b_0_3)
+t17 = dropout(t6, t1, 2.0)
+t18 = aten_tanh_backward(t17, bw_t11)
+t19 = aten_t(t18)
+t20 = aten_mm(t19, input)
+t21 = aten_sum_dim_IntList(t18, [0], True)
+t22 = aten_view(t21, [4])
+ft23 = reduce_scatter((t20, t22), b_0_0)
+(t24, t25) = wait_reduce_scatter(ft16, b_0_3)
+(t26, t27) = wait_reduce_scatter(ft23, b_0_0)
+return (None, t27, t26, t25, t24)""",
     )
 
 
@@ -252,14 +256,14 @@ def test_tags(fake_ranks):
         shown,
         """\
 once  synchronize
-once  linear
+once  torch_linear_0
 once  synchronize
-again linear
+again torch_linear_1
 again torch_tanh_0
 again dropout
-again sin
+again torch_sin_0
 again dropout
-again linear
+again torch_linear_1
 once  torch_gelu_0
 once  python_return""",
     )

@@ -33,10 +33,10 @@ def test_golden(fake_ranks, world_size):
         text(trace),
         """\
 (t0, t1) = synchronize((t_0_weight, t_0_bias), b_0)
-t2 = ltorch.linear(input, t0, t1)
+(t2,) = torch_linear_0(input, t0, t1)
 (t3,) = torch_tanh_0(t2)
 (t4, t5) = synchronize((t_2_weight, t_2_bias), b_2)
-t6 = ltorch.linear(t3, t4, t5)
+(t6,) = torch_linear_1(t3, t4, t5)
 return {'output': (t6,), 'flat_args': [input, t_0_bias, t_0_weight, t_2_bias, t_2_weight]}""",
     )
 

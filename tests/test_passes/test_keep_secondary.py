@@ -42,11 +42,11 @@ def test_lines(compiled):
 ft0 = all_gather((t_0_weight, t_0_bias), b_0)
 ft1 = all_gather((t_2_weight, t_2_bias), b_2)
 (t2, t3) = wait_all_gather(ft0, b_0)
-t4 = linear(input, t2, t3)
+t4 = torch_linear_0(input, t2, t3)
 t5 = torch_tanh_0(t4)
 (t6, t7) = wait_all_gather(ft1, b_2)
 (t8, t9) = keep_shards((t6, t7), b_2_secondary)
-t10 = linear(t5, t6, t7)
+t10 = torch_linear_1(t5, t6, t7)
 return {'output': (t10,), 'flat_args': [input, t_0_bias, t_0_weight, t_2_bias, t_2_weight], 'flat_output': (t10,)}, ((t8, t9, t5, input), ())""",
     )
     backward = text(stage(compiled, "schedule", thunder.last_backward_traces), dels=False)
@@ -56,10 +56,10 @@ return {'output': (t10,), 'flat_args': [input, t_0_bias, t_0_weight, t_2_bias, t
         """\
 bw_ft4 = all_gather((t1, t2), b_2_secondary)
 (bw_t5, bw_t6) = wait_all_gather(bw_ft4, b_2_secondary)
-ft10 = reduce_scatter((t8, t9), b_2)
-ft14 = reduce_scatter((t12, t13), b_0)
-(t15, t16) = wait_reduce_scatter(ft10, b_2)
-(t17, t18) = wait_reduce_scatter(ft14, b_0)""",
+ft12 = reduce_scatter((t9, t11), b_2)
+ft18 = reduce_scatter((t15, t17), b_0)
+(t19, t20) = wait_reduce_scatter(ft12, b_2)
+(t21, t22) = wait_reduce_scatter(ft18, b_0)""",
     )
 
 

@@ -107,13 +107,13 @@ return (None, t43, t42, t41, t39, t38, t37, t24, t23, t22, t44)""",
     assert_expected_inline(
         text(functions(cmodel)["Block_forward"].trace),
         """\
-t0 = linear(t1, t_blocks_0_up_weight, t_blocks_0_up_bias)
+t0 = torch_linear_0(t1, t_blocks_0_up_weight, t_blocks_0_up_bias)
 del t_blocks_0_up_weight, t_blocks_0_up_bias
 t2 = torch_tanh_0(t0)
 del t0
-t3 = linear(t2, t_blocks_0_down_weight, None)
+t3 = torch_linear_1(t2, t_blocks_0_down_weight)
 del t_blocks_0_down_weight
-t4 = torch.add(t1, t3, alpha=1)
+t4 = torch_add_0(t1, t3)
 del t1, t3
 return (t4, [t2])""",
     )
@@ -123,20 +123,25 @@ return (t4, [t2])""",
 t0, = saved
 release(saved)
 del saved
-t1 = linear_backward_input(t2, t_blocks_0_down_weight)
+t1 = aten_t(t2)
+t3 = aten_mm(t1, t0)
+del t1
+t4 = aten_mm(t2, t_blocks_0_down_weight)
 del t_blocks_0_down_weight
-t3 = linear_backward_weight(t2, t0)
-t4 = aten_tanh_backward(t1, t0)
-del t1, t0
-t5 = linear_backward_input(t4, t_blocks_0_up_weight)
+t5 = aten_tanh_backward(t4, t0)
+del t4, t0
+t6 = aten_mm(t5, t_blocks_0_up_weight)
 del t_blocks_0_up_weight
-t6 = torch.add(t2, t5, alpha=1)
-del t2, t5
-t7 = linear_backward_weight(t4, t8)
-del t8
-t9 = linear_backward_bias(t4)
-del t4
-return (t6, t7, t9, t3)""",
+t7 = aten_t(t5)
+t8 = aten_mm(t7, t9)
+del t7, t9
+t10 = aten_sum_dim_IntList(t5, [0], True)
+del t5
+t11 = aten_view(t10, [8])
+del t10
+t12 = torch.add(t2, t6, alpha=1)
+del t2, t6
+return (t12, t8, t11, t3)""",
     )
 
 

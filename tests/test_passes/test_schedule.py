@@ -1,3 +1,5 @@
+import re
+
 from passes.analysis.recognise import is_collective
 from shardtrace import CompilePolicy
 
@@ -21,8 +23,8 @@ def collective_lines(trace):
             words.append(
                 f"{b.sym.name.replace('all_gather', 'gather').replace('reduce_scatter', 'reduce')} {b.args[1].label}"
             )
-        elif b.sym.name in ("linear", "matmul", "tanh", "python_return"):
-            words.append(b.sym.name)
+        elif (name := re.sub(r"torch_|_\d+", "", b.sym.name)) in ("linear", "python_return"):
+            words.append(name)
     return "\n".join(words)
 
 
@@ -35,13 +37,13 @@ ft0 = all_gather((t_0_weight, t_0_bias), b_0)
 ft1 = all_gather((t_2_weight, t_2_bias), b_2)
 (t2, t3) = wait_all_gather(ft0, b_0)
 del ft0
-t4 = linear(input, t2, t3)
+t4 = torch_linear_0(input, t2, t3)
 del t2, t3
 t5 = torch_tanh_0(t4)
 del t4
 (t6, t7) = wait_all_gather(ft1, b_2)
 del ft1
-t8 = linear(t5, t6, t7)
+t8 = torch_linear_1(t5, t6, t7)
 del t6, t7
 return {'output': (t8,), 'flat_args': [input, t_0_bias, t_0_weight, t_2_bias, t_2_weight], 'flat_output': (t8,)}, ((t_2_weight, t_2_bias, t5, input), ())""",
     )
@@ -67,26 +69,33 @@ bw_ft2 = all_gather((t_2_weight, t_2_bias), b_2)
 del t_2_weight, t_2_bias
 (bw_t3, bw_t4) = wait_all_gather(bw_ft2, b_2)
 del bw_t4, bw_ft2
-t5 = linear_backward_input(t0, bw_t3)
+t5 = aten_mm(t0, bw_t3)
 del bw_t3
-t6 = linear_backward_weight(t0, t1)
-t7 = linear_backward_bias(t0)
+t6 = aten_t(t0)
+t7 = aten_mm(t6, t1)
+del t6
+t8 = aten_sum_dim_IntList(t0, [0], True)
 del t0
-ft8 = reduce_scatter((t6, t7), b_2)
-del t6, t7
-t9 = aten_tanh_backward(t5, t1)
+t9 = aten_view(t8, [5])
+del t8
+ft10 = reduce_scatter((t7, t9), b_2)
+del t7, t9
+t11 = aten_tanh_backward(t5, t1)
 del t5, t1
-t10 = linear_backward_weight(t9, input)
-del input
-t11 = linear_backward_bias(t9)
-del t9
-ft12 = reduce_scatter((t10, t11), b_0)
-del t10, t11
-(t13, t14) = wait_reduce_scatter(ft8, b_2)
-del ft8
-(t15, t16) = wait_reduce_scatter(ft12, b_0)
-del ft12
-return (None, t16, t15, t14, t13)""",
+t12 = aten_t(t11)
+t13 = aten_mm(t12, input)
+del t12, input
+t14 = aten_sum_dim_IntList(t11, [0], True)
+del t11
+t15 = aten_view(t14, [64])
+del t14
+ft16 = reduce_scatter((t13, t15), b_0)
+del t13, t15
+(t17, t18) = wait_reduce_scatter(ft10, b_2)
+del ft10
+(t19, t20) = wait_reduce_scatter(ft16, b_0)
+del ft16
+return (None, t20, t19, t18, t17)""",
     )
 
 
@@ -111,18 +120,18 @@ all_gather 3: issued here: not earlier, as more than prefetch=1 would be gathere
 wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0.197 ms
 wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.197 ms
 all_gather 3: issued here: in order of first use, as early as the limits allow
-all_gather 2: issued here: in order of first use, as early as the limits allow
-wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.2 ms
 reduce_scatter 3: issued here: its gradients are complete
-wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0.194 ms
-all_gather 1: issued here: not earlier, as more than 128 bytes would be in flight
+wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.197 ms
+all_gather 2: issued here: not earlier, as more than 128 bytes would be in flight
 wait_reduce_scatter 3: waited for here: it makes room for b_2; compute is idle for 0.194 ms
 reduce_scatter 2: issued here: its gradients are complete
-wait_all_gather 1: waited for here: the next line uses it; compute is idle for 0.2 ms
+wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0.2 ms
+all_gather 1: issued here: not earlier, as more than 128 bytes would be in flight
+wait_reduce_scatter 2: waited for here: it makes room for b_1; compute is idle for 0.194 ms
 reduce_scatter 1: issued here: its gradients are complete
-wait_reduce_scatter 2: waited for here: it makes room for b_0; compute is idle for 0.191 ms
+wait_all_gather 1: waited for here: the next line uses it; compute is idle for 0.2 ms
 reduce_scatter 0: issued here: its gradients are complete
-wait_reduce_scatter 1: waited for here: the trace ends; compute is idle for 0.2 ms
+wait_reduce_scatter 1: waited for here: the trace ends; compute is idle for 0.194 ms
 wait_reduce_scatter 0: waited for here: the trace ends; compute is idle for 0.2 ms""",
     )
     printed = str(thunder.last_traces(cmodel)[-1])

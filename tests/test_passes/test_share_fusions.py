@@ -17,8 +17,7 @@ def fusions(trace):
 
 def apart(x):
     """A function that no executor fuses keeps two fusions apart."""
-    x = x[None, None]
-    return torch.nn.functional.scaled_dot_product_attention(x, x, x)[0, 0]
+    return torch.nn.functional.batch_norm(x, None, None, training=True)
 
 
 def step(x, *weights):

@@ -60,13 +60,13 @@ def lines_of(function, x=X):
 @pytest.mark.parametrize(
     ("function", "lines"),
     [
-        (lambda m, x: F.gelu(m.fc(x)), ["linear", "torch_gelu_0"]),
-        (lambda m, x: -(m.fc(x) * 2), ["linear", "mul", "neg"]),
-        (lambda m, x: m.fc(x).t()[1:].T, ["linear", "t", "getitem", "transpose"]),
-        (lambda m, x: m.fc(x).double().float(), ["linear", "to", "to"]),
-        (lambda m, x: m.fc(x).matmul(x.t()), ["linear", "t", "matmul"]),
-        (lambda m, x: m.fc(x).add_(1).relu_(), ["linear", "add", "torch_relu_0"]),
-        (lambda m, x: m.fc(x) * x.clone().fill_(2), ["linear", "clone", "full_like", "mul"]),
+        (lambda m, x: F.gelu(m.fc(x)), ["torch_linear_0", "torch_gelu_0"]),
+        (lambda m, x: -(m.fc(x) * 2), ["torch_linear_0", "torch_mul_0", "torch_neg_0"]),
+        (lambda m, x: m.fc(x).t()[1:].T, ["torch_linear_0", "t", "getitem", "transpose"]),
+        (lambda m, x: m.fc(x).double().float(), ["torch_linear_0", "to", "to"]),
+        (lambda m, x: m.fc(x).matmul(x.t()), ["torch_linear_0", "t", "torch_matmul_0"]),
+        (lambda m, x: m.fc(x).add_(1).relu_(), ["torch_linear_0", "torch_add_0", "torch_relu_0"]),
+        (lambda m, x: m.fc(x) * x.clone().fill_(2), ["torch_linear_0", "clone", "full_like", "torch_mul_0"]),
     ],
 )
 def test_symbols(function, lines, single_rank):

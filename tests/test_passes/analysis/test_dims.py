@@ -225,7 +225,7 @@ def lines_of(function):
     ("function", "names"),
     [
         (lambda t: torch.nn.functional.gelu(t) + 1, ["nn.functional.gelu", "add"]),
-        (lambda t: 2 - t.softmax(-1), ["nn.functional.softmax", "sub"]),
+        (lambda t: 2 - t.softmax(-1), ["nn.functional.softmax", "rsub"]),
         (lambda t: t.relu_().bfloat16(), ["nn.functional.relu", "to"]),
         (lambda t: t[:, 1:].mT, ["getitem", "permute"]),
         (lambda t: t.view(12, 8).amax(-1), ["view", "amax"]),  # from here on calls of torch

@@ -67,13 +67,13 @@ def test_two_linear(fake_ranks):
     200 |         0       200         0         0         0  ft1 = all_gather((t_2_weight, t_2_bias),
     200 |       128        72         0         0         0  (t2,) = wait_all_gather(ft0, b_0)
     200 |       128        72         0         0         0  del ft0
-    296 |       128        72        96         0         0  t3 = linear(input, t2, None)  # t3: "cpu
+    296 |       128        72        96         0         0  t3 = torch_linear_0(input, t2)  # t3: "c
     296 |         0        72        96         0         0  del t2
     264 |         0        72        96        96         0  t4 = torch_tanh_0(t3)  # t4: "cpu f32[3,
     264 |         0        72         0        96         0  del t3
     240 |        72        72         0        96         0  (t5, t6) = wait_all_gather(ft1, b_2)
     240 |        72         0         0        96         0  del ft1
-    192 |        72         0        24        96         0  t7 = linear(t4, t5, t6)  # t7: "cpu f32[
+    192 |        72         0        24        96         0  t7 = torch_linear_1(t4, t5, t6)  # t7: "
     192 |         0         0        24        96         0  del t5, t6
     120 |         0         0        24        96         0  return {'output': (t7,), 'flat_args': [i""",
     )
@@ -88,24 +88,30 @@ def test_two_linear(fake_ranks):
     216 |         0        72        24        96        24  del t_2_weight, t_2_bias
     288 |        72        72        24        96        24  (bw_t1, bw_t2) = wait_all_gather(bw_ft0,
     288 |        72         0        24        96        24  del bw_t2, bw_ft0
-    312 |        72         0       120        96        24  t3 = linear_backward_input(t4, bw_t1)  #
+    312 |        72         0       120        96        24  t3 = aten_mm(t4, bw_t1)  # t3: "cpu f32[
     312 |         0         0       120        96        24  del bw_t1
-    304 |         0         0       120        96        88  t5 = linear_backward_weight(t4, t6)  # t
-    312 |         0         0       120        96        96  t7 = linear_backward_bias(t4)  # t7: "cp
+    240 |         0         0       120        96        24  t5 = aten_t(t4)  # t5: "cpu f32[2, 3]"
+    304 |         0         0       120        96        88  t6 = aten_mm(t5, t7)  # t6: "cpu f32[2,
+    304 |         0         0       120        96        88  del t5
+    312 |         0         0       120        96        96  t8 = aten_sum_dim_IntList(t4, [0], True)
     312 |         0         0       120        96        72  del t4
-    396 |         0       108       120        96        72  ft8 = reduce_scatter((t5, t7), b_2)  # f
-    396 |         0       108       120        96         0  del t5, t7
-    420 |         0       108       216        96         0  t9 = aten_tanh_backward(t3, t6)  # t9: "
-    420 |         0       108       120         0         0  del t3, t6
-    356 |         0       108       120         0       128  t10 = linear_backward_weight(t9, input)
-    356 |         0       108        24         0       128  del t9, input
-    452 |         0       300        24         0       128  ft11 = reduce_scatter((t10,), b_0)  # ft
-    452 |         0       300        24         0         0  del t10
-    360 |         0       300        24         0        36  (t12, t13) = wait_reduce_scatter(ft8, b_
-    360 |         0       192        24         0        36  del ft8
-    316 |         0       192        24         0       100  (t14,) = wait_reduce_scatter(ft11, b_0)
-    316 |         0         0        24         0       100  del ft11
-    124 |         0         0        24         0       100  return (None, t14, t13, t12)""",
+    288 |         0         0       120        96        72  t9 = aten_view(t8, [2])  # t9: "cpu f32[
+    288 |         0         0       120        96        72  del t8
+    396 |         0       108       120        96        72  ft10 = reduce_scatter((t6, t9), b_2)  #
+    396 |         0       108       120        96         0  del t6, t9
+    420 |         0       108       216        96         0  t11 = aten_tanh_backward(t3, t7)  # t11:
+    420 |         0       108       120         0         0  del t3, t7
+    228 |         0       108       120         0         0  t12 = aten_t(t11)  # t12: "cpu f32[8, 3]
+    228 |         0       108       120         0         0  del t11
+    356 |         0       108       120         0       128  t13 = aten_mm(t12, input)  # t13: "cpu f
+    356 |         0       108        24         0       128  del t12, input
+    452 |         0       300        24         0       128  ft14 = reduce_scatter((t13,), b_0)  # ft
+    452 |         0       300        24         0         0  del t13
+    360 |         0       300        24         0        36  (t15, t16) = wait_reduce_scatter(ft10, b
+    360 |         0       192        24         0        36  del ft10
+    316 |         0       192        24         0       100  (t17,) = wait_reduce_scatter(ft14, b_0)
+    316 |         0         0        24         0       100  del ft14
+    124 |         0         0        24         0       100  return (None, t17, t16, t15)""",
     )
 
 

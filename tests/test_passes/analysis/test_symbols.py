@@ -97,8 +97,7 @@ def is_seeded(sym):
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads(sym))
 
 
-# Kernels whose random numbers are those of a dropout_mask, and of an attention without dropout.
-DRAW_NOTHING = {f"torch_kernels:kernels.{name}" for name in ("dropout", "scaled_dot_product_attention")}
+DRAW_NOTHING = {"torch_kernels:kernels.dropout"}  # its random numbers are those of a dropout_mask
 
 
 def test_random_operators_of_torch():
@@ -135,7 +134,6 @@ def test_names_of_random_symbols():
     )
     philox = {f":{PrimIDs.UNIFORM_PHILOX}", ":torch.uniform_philox", "torch:ops.rngprims.philox_rand"}
     backward = {f"sdpa:{sdpaex.sdpea_bwd.id}", f"sdpa:{sdpaex.sdpfa_bwd.id}"}
-    backward.add("torch_kernels:kernels.scaled_dot_product_attention_backward")
     assert same == philox | backward | DRAW_NOTHING
 
 

@@ -52,12 +52,12 @@ def test_our_schedules_hold(cmodel):
 
 
 def lost_wait(lines):
-    del lines[at(lines, "wait_all_gather")], lines[at(lines, "linear")]
+    del lines[at(lines, "wait_all_gather")], lines[at(lines, "torch_linear_0")]
     return lines
 
 
 def second_wait(lines):
-    lines.insert(at(lines, "linear"), lines[at(lines, "wait_all_gather")].from_bsym())
+    lines.insert(at(lines, "torch_linear_0"), lines[at(lines, "wait_all_gather")].from_bsym())
     return lines
 
 
@@ -66,9 +66,9 @@ def wait_before_issue(lines):
 
 
 def future_read(lines):
-    i = at(lines, "linear")
+    i = at(lines, "torch_linear_0")
     future = lines[at(lines, "all_gather")].output
-    lines[i] = lines[i].from_bsym(args=(lines[i].args[0], future, None))
+    lines[i] = lines[i].from_bsym(args=(lines[i].args[0], future))
     return lines
 
 
@@ -78,13 +78,13 @@ def gathered_twice(lines):
     issue = lines[at(lines, "all_gather")].from_bsym(output=again)
     wait = lines[at(lines, "wait_all_gather")]
     wait = wait.from_bsym(args=(again, wait.args[1]), output=())
-    i = at(lines, "linear")
+    i = at(lines, "torch_linear_0")
     return [*lines[:i], issue, wait, *lines[i:]]
 
 
 def wrong_shape(lines):
     i = at(lines, "all_gather")
-    lines[i] = lines[i].from_bsym(args=((lines[at(lines, "linear")].args[0],), lines[i].args[1]))
+    lines[i] = lines[i].from_bsym(args=((lines[at(lines, "torch_linear_0")].args[0],), lines[i].args[1]))
     return lines
 
 
@@ -123,7 +123,7 @@ def test_broken_forward(cmodel, edit, message):
 def test_use_after_del(cmodel):
     trace = from_trace(stage(cmodel, "schedule"))
     lines = list(stage(cmodel, "schedule").bound_symbols)
-    trace.bound_symbols = moved(lines, at(lines, "python_del", 1), at(lines, "linear"))
+    trace.bound_symbols = moved(lines, at(lines, "python_del", 1), at(lines, "torch_linear_0"))
     with pytest.raises(VerificationError, match="is used after it was deleted"):
         verify(trace)
 

@@ -14,37 +14,6 @@ def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
-def test_only_the_gradients_that_are_used_are_computed():
-    jitted = compare(
-        lambda a, w: F.rms_norm(a, (6,), w), leaf(3, 6), torch.randn(6),
-        kernels=["rms_norm", "rms_norm_backward"],
-        exact=False,
-    )  # fmt: skip
-    (line,) = (b for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if b.sym.name == "rms_norm_backward")
-    assert line.args[-1] == (True, False)
-    assert line.output[1] is None
-
-
-@DTYPES
-@pytest.mark.parametrize("eps", [None, 1e-3])
-def test_rms_norm(dtype, eps):
-    compare(
-        lambda a, w: F.rms_norm(a, (6,), w, eps),
-        leaf(3, 4, 6, dtype=dtype),
-        leaf(6, dtype=dtype),
-        kernels=["rms_norm", "rms_norm_backward"],
-        exact=False,
-    )
-
-
-@pytest.mark.parametrize(("shape", "normalized"), [((3, 6), (6,)), ((6,), (6,)), ((2, 3, 4), (3, 4))])
-def test_rms_norm_gradcheck(shape, normalized):
-    jitted = thunder.jit(lambda a, w: F.rms_norm(a, normalized, w), executors=[executor])
-    assert torch.autograd.gradcheck(jitted, (leaf(*shape, dtype=torch.float64), leaf(*normalized, dtype=torch.float64)))
-    jitted = thunder.jit(lambda a: F.rms_norm(a, normalized), executors=[executor])
-    assert torch.autograd.gradcheck(jitted, (leaf(*shape, dtype=torch.float64),))
-
-
 @DTYPES
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm(dtype, training):

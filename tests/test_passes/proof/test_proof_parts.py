@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import shardtrace
 from passes.analysis.calls import Block, block_of
+from passes.analysis.dims import torch_line
 from passes.analysis.recognise import is_return, is_unpack
 from passes.comm import sequence
 from passes.comm.sequence import Part
@@ -19,6 +20,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from thunder import torch as ltorch
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.trace import from_trace
 from torch import nn
@@ -153,9 +155,11 @@ def part_of_another_rank(lines, i, dice):
 def bias_on_each_rank(lines, i, dice):
     """A product adds a bias that ranks add again when they have added up their parts of it."""
     line = lines[i]
-    if line.sym.name != "linear" or line.args[2] is not None or i + 2 >= len(lines) or lines[i + 2].sym.name != "add":
+    call = torch_line(line)
+    product = call is not None and call.name == "nn.functional.linear" and len(call.operands) == 2
+    if not product or i + 2 >= len(lines) or lines[i + 2].sym.name != "add":
         return None
-    return line.from_bsym(args=(*line.args[:2], lines[i + 2].args[1]))
+    return line.from_bsym(sym=ltorch.linear, args=(*call.operands, lines[i + 2].args[1]), output=line.output[0])
 
 
 KINDS = (

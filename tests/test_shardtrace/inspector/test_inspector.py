@@ -36,7 +36,7 @@ Sequential: ZeRO-3 over 2 ranks, seen from rank 0 | buckets by block | prefetch 
 predicted with the rates of shardtrace's default CPU, 1gbit (the default) between ranks
 
 step, predicted       1.05 ms, of which 1.02 ms (97 % of the step) wait for communication
-peak memory           8.43 KiB at line 29 of backward: ftN = reduce_scatter((tN, tN), b_0)
+peak memory           8.43 KiB at line 36 of backward: ftN = reduce_scatter((tN, tN), b_0)
 sent by each rank     4.04 KiB in 5 collectives
 
 time:

@@ -44,8 +44,8 @@ def test_diff_tells_all(old, new):
 def test_repeated_blocks_share_templates(three_blocks):
     lines = three_blocks.stages[0].lines
     assert len({line.template for line in lines}) < len(lines) / 2
-    (linear, *_) = [line for line in lines if "linear(" in line.code]
-    assert linear.template.pieces == ("", " = ltorch.linear(", ", ", ", ", ")")
+    (linear, *_) = [line for line in lines if "linear_0(" in line.code]
+    assert linear.template.pieces == ("(", ",) = torch_linear_0(", ", ", ", ", ")")
     assert linear.results == linear.names[:1]
     assert [kind.text for kind in linear.template.types] == ["cpu f32[2, 7]"]
     assert linear.template.types[0].bytes == 2 * 7 * 4
@@ -90,11 +90,11 @@ def test_lines_belong_to_the_module_that_asked_for_them():
         if module is not None
     }
     assert [f"{name.split()[0]} {module or 'Model'}" for name, module in where.items()] == [
-        "linear blocks.0.0", "torch_tanh_0 blocks.0.1", "linear blocks.0.2", "exp Model",
-        "linear blocks.1.0", "torch_tanh_0 blocks.1.1", "linear blocks.1.2", "exp Model",
-        "softmax norm",
+        "torch_linear_0 blocks.0.0", "torch_tanh_0 blocks.0.1", "torch_linear_1 blocks.0.2", "torch_exp_0 Model",
+        "torch_linear_1 blocks.1.0", "torch_tanh_0 blocks.1.1", "torch_linear_1 blocks.1.2", "torch_exp_0 Model",
+        "torch_softmax_0 norm",
     ]  # fmt: skip
-    products = [m for line, m in zip(backward.lines, backward.modules, strict=True) if "matmul(" in line.code]
+    products = [m for line, m in zip(backward.lines, backward.modules, strict=True) if "aten_mm(" in line.code]
     assert [m.split(".")[1] for m in products] == sorted((m.split(".")[1] for m in products), reverse=True)
 
 
@@ -160,12 +160,12 @@ def test_timeline_of_a_slow_link():
     assert rows == [
         ("f", "all_gather", "0", 0.0, 1.0, 1.0),
         ("f", "all_gather", "2", 1.0, 2.0, 0.5),  # linear and tanh run meanwhile
-        ("b", "all_gather", "2", 2.25, 3.25, 1.0),
-        ("b", "reduce_scatter", "2", 3.75, 4.75, 0.5),  # two gradients are computed meanwhile
-        ("b", "reduce_scatter", "0", 4.75, 5.75, 1.0),
+        ("b", "all_gather", "2", 2.25, 3.25, 0.75),  # the gradient of the weight is computed meanwhile
+        ("b", "reduce_scatter", "2", 3.25, 4.25, 0.25),  # two gradients are computed meanwhile
+        ("b", "reduce_scatter", "0", 4.25, 5.25, 1.0),
     ]
     end = shown.record.phases[-1].timeline.end
-    computed = re.compile(r" = (linear|torch_tanh|aten_tanh)")
+    computed = re.compile(r" = (torch_|aten_(mm|tanh))")
     busy = sum(0.25 for p in shown.record.phases for line in p.lines if computed.search(line.code))
     assert end == pytest.approx(busy + sum(c.exposed for c in shown.collectives), abs=1e-6)
 
