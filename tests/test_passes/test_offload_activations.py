@@ -54,24 +54,24 @@ def test_lines(fake_ranks):
     assert_expected_inline(
         trips(forward),
         """\
-(t0, saved65) = Block_forward(t1, t2, t3, t4, t5)
-ft6 = store((saved65, t1), away_1_blocks_0)
-(t7, saved87) = Block_forward(t0, t8, t9, t10, t11)
-stored117 = wait_store(ft6, away_1_blocks_0)
-ft12 = store((saved87, t0), away_1_blocks_1)
-(t13, saved109) = Block_forward(t7, t14, t15, t16, t17)
-stored119 = wait_store(ft12, away_1_blocks_1)""",
+(t0, saved62) = Block_forward(t1, t2, t3, t4, t5)
+ft6 = store((saved62, t1), away_1_blocks_0)
+(t7, saved84) = Block_forward(t0, t8, t9, t10, t11)
+stored114 = wait_store(ft6, away_1_blocks_0)
+ft12 = store((saved84, t0), away_1_blocks_1)
+(t13, saved106) = Block_forward(t7, t14, t15, t16, t17)
+stored116 = wait_store(ft12, away_1_blocks_1)""",
     )
     assert_expected_inline(
         trips(backward),
         """\
-ft0 = load(stored119, away_1_blocks_1)
-(t1, t2, t3, t4, t5) = Block_backward(saved109, t6, bw_t7, bw_t8, bw_t9, t10)
-ft11 = load(stored117, away_1_blocks_0)
-(saved121, t12) = wait_load(ft0, away_1_blocks_1)
-(t13, t14, t15, t16, t17) = Block_backward(saved121, t12, bw_t18, bw_t19, bw_t20, t1)
-(saved118, t21) = wait_load(ft11, away_1_blocks_0)
-(t22, t23, t24, t25, t26) = Block_backward(saved118, t21, bw_t27, bw_t28, bw_t29, t13)""",
+ft0 = load(stored116, away_1_blocks_1)
+(t1, t2, t3, t4, t5) = Block_backward(saved106, t6, bw_t7, bw_t8, bw_t9, t10)
+ft11 = load(stored114, away_1_blocks_0)
+(saved118, t12) = wait_load(ft0, away_1_blocks_1)
+(t13, t14, t15, t16, t17) = Block_backward(saved118, t12, bw_t18, bw_t19, bw_t20, t1)
+(saved115, t21) = wait_load(ft11, away_1_blocks_0)
+(t22, t23, t24, t25, t26) = Block_backward(saved115, t21, bw_t27, bw_t28, bw_t29, t13)""",
     )
 
 
