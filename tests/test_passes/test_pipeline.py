@@ -67,7 +67,7 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
     names = [str(t).removeprefix("shardtrace.") for t in thunder.compile_data(cmodel).transforms]
     before, after = (
         ["shard_parameters", "delay_writes", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
-        ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
+        ["save_shards", "keep_secondary", "offload_activations", "share_fusions", "accumulate"],
     )
     scheduled = [
         "overlap_sequence",
