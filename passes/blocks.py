@@ -135,6 +135,8 @@ class Variant(OwnLine):
 
     def differentiate(self, *args: Any) -> Any:
         """The grad rule of a call."""
+        if self.needs is NOTHING:
+            return self.execute(*args)
         parts, outputs = self.parts, self.block.outputs
 
         def forward_meta(*args: Any) -> tuple[Any, ...]:
@@ -241,10 +243,11 @@ def needs_of_calls(computation: TraceCtx) -> Iterator[tuple[BoundSymbol, Needs |
         block = block_of(bsym)
         if block is None:
             yield bsym, None
-        elif is_constant_for_vjp(bsym):
+            continue
+        gradients = frozenset(i for i in block.differentiable if bsym.args[i].name in flows)
+        if is_constant_for_vjp(bsym) or not gradients:
             yield bsym, NOTHING
         else:
-            gradients = frozenset(i for i in block.differentiable if bsym.args[i].name in flows)
             yield bsym, Needs(gradients, frozenset(i for i, o in enumerate(bsym.output) if o.name in read), frozenset())
 
 

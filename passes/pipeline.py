@@ -48,6 +48,7 @@ from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
 from passes.gradients import accumulate_gradients, drop_unused
+from passes.offload import Trip, offload_activations
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.callable import Border
@@ -110,6 +111,7 @@ class Facts:
     proofs: list[Proof] = field(default_factory=list)  # the results
     forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
     kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's
+    trips: list[Trip] = field(default_factory=list)  # likewise, offload_activations
 
     @property
     def remarks(self) -> str:
@@ -175,7 +177,7 @@ class Rehearsal:
         """The forward and the backward, if there is one. ``recomputed``: as for :func:`mark_blocks`."""
         mine, tensors, context = Compilation(), facts.tensors, facts.context
         mine.facts = replace(
-            facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], record=None, contract=None,
+            facts, unused=Unused(), lowered=[], swapped={}, forwards=[], kept=[], trips=[], record=None, contract=None,
             tensors=replace(tensors, differentiated=set(), remarks={}) if tensors is not None else None,
             context=replace(context, differentiated=set(), remarks={}) if context is not None else None,
         )  # fmt: skip
@@ -504,6 +506,8 @@ AFTER_LOWERING = (
           "ZeRO-3 would save what fusions have gathered"),
     Entry("keep_secondary", keep_secondary, "after save_shards, which may save more shards",
           "backward would gather from all nodes"),
+    Entry("offload_activations", offload_activations, "after keep_secondary: it stores what is saved",
+          "the step would need more memory"),
     Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
           "no_sync would reduce gradients"),

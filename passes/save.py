@@ -51,9 +51,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from passes.analysis.calls import Block, block_of, called_module, unique_name
+from passes.analysis.calls import ON_HOST, Block, Saving, block_of, called_module, unique_name, way_of
 from passes.analysis.flops import cheap_lines
 from passes.analysis.recognise import (
     applies_parameters,
@@ -86,7 +86,7 @@ from passes.plan import Bucket
 from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace import TraceCtx, TraceTag, from_trace, tracectx
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import is_constant_for_vjp
 from thunder.executors.passes import del_last_used
 
@@ -111,8 +111,8 @@ class Contract(Protocol):
     """A limit of a step's memory, and who keeps to it."""
 
     def choose(self, computation: TraceCtx) -> Mapping[str, str]:
-        """What blocks are to recompute, by their names: "full" or "cheap". Sets the facts of other choices. Raises if
-        nothing fits."""
+        """What blocks are to recompute and keep in host memory, by their names, as :func:`way_of` reads it. Sets the
+        facts of other choices. Raises if nothing fits."""
 
     def check(self, trace: TraceCtx) -> None:
         """Raises if the step of this forward or backward, which will run, does not fit."""
@@ -142,7 +142,8 @@ def verify_memory(trace: TraceCtx, *, contract: Contract | None) -> TraceCtx:
 
 def mark_blocks(computation: TraceCtx, recomputed: Mapping[str, str]) -> TraceCtx:
     """Marks the lines of blocks that are to be recomputed: all of them ("full"), or the "cheap" ones. Those of a
-    function are marked in a copy of it, which other choices for the same computation share."""
+    function are marked in a copy of it, which other choices for the same computation share. Calls of functions that
+    are to keep what they save in host memory have a tag."""
     if not recomputed:
         return computation
     new = from_trace(computation)
@@ -150,8 +151,12 @@ def mark_blocks(computation: TraceCtx, recomputed: Mapping[str, str]) -> TraceCt
         if name is None:
             new.bound_symbols += group
             continue
-        lines = [_recomputing(b, recomputed[name], new) for b in group]
-        mark_block([b for b in lines if block_of(b) is None], cheap=recomputed[name] == "cheap")
+        what, on_host = way_of(recomputed[name])
+        lines = [_recomputing(b, what, new) for b in group]
+        if what:
+            mark_block([b for b in lines if block_of(b) is None], cheap=what == "cheap")
+        for bsym in lines if on_host else ():
+            bsym.tags |= {ON_HOST} if block_of(bsym) is not None else set()
         new.bound_symbols += lines
     return new
 
@@ -166,7 +171,7 @@ def block_around(bsym: BoundSymbol, blocks: Collection[str]) -> str | None:
 
 def _recomputing(bsym: BoundSymbol, what: str, trace: TraceCtx) -> BoundSymbol:
     """A copy of a line, which may be marked; or the call of a block whose lines are marked."""
-    if (block := block_of(bsym)) is None:
+    if (block := block_of(bsym)) is None or not what:
         return bsym.from_bsym(tags=set(bsym.tags))
     if what not in block.recomputing:
         inside = (b for b in block.trace.bound_symbols if not (is_unpack(b) or is_return(b)))
@@ -175,7 +180,7 @@ def _recomputing(bsym: BoundSymbol, what: str, trace: TraceCtx) -> BoundSymbol:
         name = unique_name(trace, block.name)
         marked = Block(name, lines, block.inputs, block.outputs, block.trace.names, block.module)
         block.recomputing[what] = marked
-    return bsym.from_bsym(sym=block.recomputing[what].symbol)
+    return bsym.from_bsym(sym=block.recomputing[what].symbol, tags=set(bsym.tags))
 
 
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
@@ -429,34 +434,6 @@ def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:
     if not any(a.name in derived.parameters for a in bsym.flat_proxy_args):
         return False
     return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
-
-
-class Saving(NamedTuple):
-    """What a lowered forward saves for its backward. ``lines`` are without deletions and without the ``last`` one. The
-    arguments of that are ``result`` and (``saved``, ``other``). ``only_saved``: the names of what is saved and not
-    returned; ``issues``: of collectives, by their futures."""
-
-    lines: list[BoundSymbol]
-    last: BoundSymbol
-    result: dict[str, Any]
-    saved: tuple[Any, ...]
-    other: Any
-    only_saved: Collection[str]
-    issues: dict[str, BoundSymbol]
-
-    @classmethod
-    def of(cls, trace: TraceCtx) -> Saving | None:
-        """None for a trace that is no forward with a backward."""
-        if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(trace.bound_symbols[-1]):
-            return None
-        *lines, last = [b for b in trace.bound_symbols if not is_deletion(b)]
-        result, (saved, other) = last.args
-        issues = {b.output.name: b for b in lines if is_issue(b)}
-        return cls(lines, last, result, saved, other, names(saved) - names(result["output"]), issues)
-
-    def returning(self, saved: tuple[Any, ...]) -> BoundSymbol:
-        """The last line with other saved values."""
-        return self.last.from_bsym(args=(self.result, (saved, self.other)))
 
 
 class Swapped(NamedTuple):

@@ -108,8 +108,10 @@ def fsdp(
         activation_checkpointing: blocks that save only their inputs and are recomputed in backward: their class (or
             several), a predicate on ``(module)`` or ``(name, module)``, n for every n-th repeated block, or "full" or
             True for every block. "cheap" recomputes in every block only what is cheap, no products and no attention;
-            which values are saved instead is found by a minimum cut. A mapping of names or patterns of blocks to
-            "full", "cheap" or "none" mixes them. Random numbers are not drawn again: a dropout saves its mask.
+            which values are saved instead is found by a minimum cut. "host" recomputes nothing and keeps what blocks
+            save in host memory until their backward; "full+host" and "cheap+host" do both. A mapping of names or
+            patterns of blocks to these or "none" mixes them. Random numbers are not drawn again: a dropout saves its
+            mask.
         offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and thus the optimizer state in host
             memory, which is page-locked (``pin_memory``; torch allocates powers of two). Replicated parameters stay on
             the device. A world of one also gathers. With a GradScaler, call ``scaler.scale(torch.zeros(()))`` once

@@ -73,7 +73,10 @@ ABOUT = {  # what each flag of an option takes
     "sharding_strategy": ("S", "zero3 (default), zero2, ddp, owner, zero3_secondary, hybrid_zero3 or hybrid_zero2"),
     "bucketing_strategy": ("B", "auto (default), none, layer, block, model, or a size in MB"),
     "mp_policy": ("P", "bf16 or fp16: the precision of compute and communication"),
-    "activation_checkpointing": ("A", "full or cheap: what blocks recompute in backward"),
+    "activation_checkpointing": (
+        "A",
+        "full, cheap, host, full+host: what blocks recompute or keep in host memory",
+    ),
     "prefetch": ("N", "buckets that are gathered ahead of use"),
     "gather_dtype": ("D", "int8 or fp8: rounds parameters on the wire"),
     "reduce_wire": ("W", "int8 or int4: rounds gradients on the wire"),

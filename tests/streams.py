@@ -20,7 +20,7 @@ from passes.plan.runtime import HostMemory
 
 import torch
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.proxies import FutureTensorProxy, Proxy
+from thunder.core.proxies import AnyProxy, FutureTensorProxy, Proxy
 from thunder.core.pytree import tree_map
 from thunder.core.trace import TraceCtx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,8 +62,9 @@ class Recorder(TorchDispatchMode):
         if result is NotImplemented:
             result = func(*args, **kwargs)
         for t in _tensors(result):
-            self.name_of(t)
-        if not func.is_view and "empty" not in func.overloadpacket.__name__:
+            if t.untyped_storage().nbytes():
+                self.name_of(t)
+        if not func.is_view and not any(name in func.overloadpacket.__name__ for name in ("empty", "set_")):
             self._note(func, arguments, result)
         return result
 
@@ -352,7 +353,7 @@ def makes_future(bsym: Any) -> bool:
 
 
 def _bind(bsym: Any, result: Any, values: dict[str, Any], recorder: Recorder) -> None:
-    if makes_future(bsym):
+    if makes_future(bsym) or isinstance(bsym.output, AnyProxy):
         values[bsym.output.name] = result
         return
     for proxy, value in zip(bsym.flat_proxy_outs, _tensors(result), strict=True):

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from passes.analysis.recognise import is_deletion, is_random, is_return, is_unpack, names
+from passes.analysis.recognise import is_deletion, is_issue, is_random, is_return, is_unpack, names
 from passes.compat.jit import function_of, set_signature, symbol_that_calls
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx, TraceTag, tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import is_constant_for_vjp
 
@@ -114,6 +114,22 @@ class CallOf(NamedTuple):
     digest: str = ""
 
 
+HOST = "host"  # where a block may keep what it saves: "host", "cheap+host", "full+host"
+
+
+class OnHost(NamedTuple):
+    """A tag of the lines that call blocks whose activations are kept in host memory (:mod:`passes.offload`)."""
+
+
+ON_HOST = OnHost()
+
+
+def way_of(what: str) -> tuple[str, bool]:
+    """What a block recomputes ("full", "cheap" or nothing), and whether it keeps in host memory what it saves."""
+    *recomputed, last = what.split("+")
+    return ("".join(recomputed), True) if last == HOST else (last, False)
+
+
 def block_of(bsym: BoundSymbol) -> Block | None:
     """The block that a traced line calls; None if it does something else."""
     return bsym.sym.id if isinstance(bsym.sym.id, Block) else None
@@ -198,6 +214,37 @@ def unique_name(trace: TraceCtx, base: str, *, first: int = 2) -> str:
         name, n = f"{base}_{n}", n + 1
     trace.add_name(name)
     return name
+
+
+# ---- what a forward saves ----
+
+
+class Saving(NamedTuple):
+    """What a lowered forward saves for its backward. ``lines`` are without deletions and without the ``last`` one. The
+    arguments of that are ``result`` and (``saved``, ``other``). ``only_saved``: the names of what is saved and not
+    returned; ``issues``: of collectives, by their futures."""
+
+    lines: list[BoundSymbol]
+    last: BoundSymbol
+    result: dict[str, Any]
+    saved: tuple[Any, ...]
+    other: Any
+    only_saved: Collection[str]
+    issues: dict[str, BoundSymbol]
+
+    @classmethod
+    def of(cls, trace: TraceCtx) -> Saving | None:
+        """None for a trace that is no forward with a backward."""
+        if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(trace.bound_symbols[-1]):
+            return None
+        *lines, last = [b for b in trace.bound_symbols if not is_deletion(b)]
+        result, (saved, other) = last.args
+        issues = {b.output.name: b for b in lines if is_issue(b)}
+        return cls(lines, last, result, saved, other, names(saved) - names(result["output"]), issues)
+
+    def returning(self, saved: tuple[Any, ...]) -> BoundSymbol:
+        """The last line with other saved values."""
+        return self.last.from_bsym(args=(self.result, (saved, self.other)))
 
 
 # ---- where gradients flow ----

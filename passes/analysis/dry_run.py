@@ -18,7 +18,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from passes.analysis.flops import is_library_call
-from passes.analysis.recognise import identity, is_foreign, properties
+from passes.analysis.recognise import TRIP_WAITS, identity, is_foreign, properties
+from passes.comm.activations import Away
 from passes.comm.sequence import Part
 from passes.comm.symbols import Property
 from passes.compat.jit import function_of
@@ -334,6 +335,8 @@ def _concrete(args: Any, values: Mapping[str, Any]) -> Any:
             return silent(arg)
         if isinstance(arg, Part):
             return _silent_part(arg)
+        if isinstance(arg, Away):
+            return Away(arg.label, HostMemory(torch.device("meta")), arg.moves, arg.nbytes)
         return values[arg.name] if isinstance(arg, Proxy) else arg
 
     return tree_map(concrete, args)
@@ -353,8 +356,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _named(bsym: BoundSymbol, result: Any) -> Values | None:
     """``result`` by the names of the line's outputs; None if the trace says otherwise."""
-    if isinstance(bsym.output, FutureTensorProxy):
+    if isinstance(bsym.output, FutureTensorProxy | AnyProxy):
         return {bsym.output.name: result}
+    if bsym.sym.id in TRIP_WAITS:
+        return {o.name: value for o, value in zip(bsym.output, result, strict=True)}
     proxies, results = list(_leaves(bsym.output)), list(_leaves(result))
     if len(proxies) != len(results):
         return None

@@ -22,6 +22,7 @@ from passes.analysis.recognise import (
     GATHERS,
     ISSUED,
     REDUCTIONS,
+    TRIP_WAITS,
     bucket_of,
     is_backward,
     is_collective,
@@ -31,6 +32,7 @@ from passes.analysis.recognise import (
     is_return,
     is_sequence_issue,
     is_sequence_wait,
+    is_trip,
     is_unpack,
     is_wait,
     names,
@@ -42,6 +44,7 @@ from passes.comm.symbols import ALL_GATHER, accumulate, accumulated
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
+import torch
 from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
@@ -259,7 +262,7 @@ class _Memory:
         outputs, temporary = self._dry_run(bsym, arguments)
         for name, value in outputs.items():
             self._hold(name, value, _kind(bsym, name, unsharded))
-        if is_wait(bsym) or is_sequence_wait(bsym):
+        if is_wait(bsym) or is_sequence_wait(bsym) or bsym.sym.id in TRIP_WAITS:
             self._assign(outputs, _kind(bsym, "", unsharded), of="in_flight")
             for name, future in arguments.items():
                 self._hold(name, future, "in_flight")  # again: it may have released what it held
@@ -363,6 +366,33 @@ def _run_function(part: BlockFunction, values: Values, by_caller: Collection[str
     return Result({name: inside.values[name] for name in _returned(part)}, max(r.during for r in rows) - rows[-1].total)
 
 
+class SavedMemory(NamedTuple):
+    """What a block's forward saves in its list: for each value whether its memory may leave the device, because neither
+    the block's inputs nor its results lie there; and the bytes of that memory."""
+
+    own: tuple[bool, ...]
+    bytes: int
+
+
+def saved_memory(part: BlockFunction, free: Collection[str], saved: Collection[str]) -> SavedMemory:
+    """``free``: the names of inputs that nothing else reads, of which ``saved`` ones leave the device, too."""
+    key = "saved memory", frozenset(free), frozenset(saved)
+    if key not in part.facts:
+        values: Values = {p.name: blank(p) for p in part.trace.args}
+        found = _run_function(part, values, frozenset(values)).outputs
+        outputs = part.trace.bound_symbols[-1].args[0]
+        stays = [v for name, v in values.items() if name not in free]
+        stays += [found[o.name] for o in outputs if not isinstance(o, list)]
+        there = {storage_key(s) for v in stays for s in storages(v)}
+        lists = [found[p.name] for o in outputs if isinstance(o, list) for p in o]
+        own = tuple(type(v) is torch.Tensor and storage_key(v.untyped_storage()) not in there for v in lists)
+        travel = [v for v, may in zip(lists, own, strict=True) if may] + [values[name] for name in saved]
+        sizes = {storage_key(s): s.nbytes() for v in travel for s in storages(v)}
+        part.facts[key] = SavedMemory(own, sum(sizes.values()))
+    known: SavedMemory = part.facts[key]
+    return known
+
+
 def _returned(part: BlockFunction) -> list[str]:
     """The results of a function, also those in its list of what is saved."""
     return [p.name for r in part.trace.bound_symbols[-1].args[0] for p in (r if isinstance(r, list) else [r])]
@@ -380,8 +410,10 @@ def _work_of(bucket: Bucket) -> Hashable:
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
     """The role of memory that a line allocates for its output ``name``."""
-    if is_issue(bsym) or is_sequence_issue(bsym):
+    if is_issue(bsym) or is_sequence_issue(bsym) or is_trip(bsym):
         return "in_flight"
+    if bsym.sym.id in TRIP_WAITS:
+        return "saved"
     if bsym.sym.id in GATHER_WAITS or name in unsharded:
         return "unsharded"
     return "gradients" if is_wait(bsym) else "activations"

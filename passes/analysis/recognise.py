@@ -21,6 +21,7 @@ import operator
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from passes.comm.activations import ACTIVATIONS, Away
 from passes.comm.sequence import VALUES, Part
 from passes.comm.symbols import BUCKETS, CollectiveOp, Property, keep_shards, synchronize, wait_copies
 from passes.compat.jit import differentiating_executor, fake_argument, grad_rule_of
@@ -195,8 +196,9 @@ def module_of(bsym: BoundSymbol) -> str | None:
     return next((tag.name for tag in bsym.tags if isinstance(tag, InModule)), None)
 
 
-ISSUED: Mapping[Hashable, CollectiveOp] = {op.issue.id: op for op in (*BUCKETS, *VALUES)}
-AWAITED: Mapping[Hashable, CollectiveOp] = {op.wait.id: op for op in (*BUCKETS, *VALUES)}
+OPS = *BUCKETS, *VALUES, *ACTIVATIONS
+ISSUED: Mapping[Hashable, CollectiveOp] = {op.issue.id: op for op in OPS}
+AWAITED: Mapping[Hashable, CollectiveOp] = {op.wait.id: op for op in OPS}
 
 
 def _ids(*carries: str) -> tuple[frozenset[Hashable], frozenset[Hashable]]:
@@ -212,6 +214,7 @@ GATHERS, GATHER_WAITS = _ids("parameters")
 REDUCTIONS, REDUCTION_WAITS = _ids("gradients")
 OFFLOADS, OFFLOAD_WAITS = _ids("copy")
 SEQUENCES, SEQUENCE_WAITS = _ids("value")
+TRIPS, TRIP_WAITS = _ids("activations")
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
@@ -239,6 +242,17 @@ def part_at(bsym: BoundSymbol) -> Part:
     """The part of a sequence in a line of its collectives."""
     part: Part = bsym.args[1]
     return part
+
+
+def is_trip(bsym: BoundSymbol) -> bool:
+    """True for a line that issues a copy of activations to the host, or back."""
+    return bsym.sym.id in TRIPS
+
+
+def away_at(bsym: BoundSymbol) -> Away:
+    """What travels in a line that copies activations."""
+    away: Away = bsym.args[1]
+    return away
 
 
 def is_gather(bsym: BoundSymbol) -> bool:

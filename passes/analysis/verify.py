@@ -49,6 +49,7 @@ from passes.analysis.printing import line_text
 from passes.analysis.recognise import (
     AWAITED,
     ISSUED,
+    TRIP_WAITS,
     bucket_of,
     ends_copies,
     is_backward,
@@ -59,6 +60,7 @@ from passes.analysis.recognise import (
     is_offload,
     is_return,
     is_sequence_issue,
+    is_trip,
     is_unpack,
     issues_future,
     names,
@@ -70,7 +72,7 @@ from passes.analysis.recognise import (
 from passes.plan import Bucket, BucketPlan, ShardedParameter, inflight_limits
 
 from thunder.core import prims
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import AnyProxy, FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceTag
 
@@ -157,6 +159,10 @@ def actions(trace: TraceCtx, streams: Streams | None = None) -> Iterator[Work | 
             yield Work(i, COMPUTE, NONE, streams.freed(a.name for a in bsym.flat_proxy_args))
         elif is_return(bsym):
             yield from streams.leave(i, bsym)
+        elif is_trip(bsym):
+            yield from streams.depart(i, bsym)
+        elif bsym.sym.id in TRIP_WAITS:
+            yield from streams.arrive(i, bsym)
         elif bsym.sym.id in ISSUED:
             yield from streams.issue(i, bsym)
         elif bsym.sym.id in AWAITED:
@@ -185,7 +191,7 @@ class Streams:
         self._grads_on_host = set[str]()
 
     def compute(self, i: int, bsym: BoundSymbol) -> Work:
-        sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+        sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy | AnyProxy)]
         if sources and properties(bsym.sym).is_alias:
             self._name(bsym, *self.memory(sources[:1]))
         read, written = self.memory(sources), self.memory(names(bsym.flat_proxy_outs))
@@ -251,6 +257,25 @@ class Streams:
         # a mean may be divided where it is; what was sent is freed
         read = received | self._own.get(future, NONE)
         yield Work(i, COMPUTE, read, received | {f"{future}.sent"})
+
+    def depart(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
+        """Activations are copied where they are. The future holds them until it is waited for."""
+        future, given = bsym.output.name, self.memory(names(bsym.args[0]))
+        received = frozenset([f"{future}.received"])
+        self._name(bsym, f"{future}.received")
+        self._own[future] = given - self.memory(self.inputs) - self._kept
+        self._kept |= given
+        yield Work(i, COMPUTE, NONE, received)  # memory of the device is allocated on this stream
+        yield Wait(i, future, COMPUTE)
+        yield Work(i, future, given, received)
+
+    def arrive(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
+        future = bsym.args[0].name
+        received, left = self.memory([future]), self._own.pop(future)
+        self._name(bsym, *received)
+        self._kept -= left
+        yield Wait(i, COMPUTE, future)
+        yield Work(i, COMPUTE, received, left)
 
     def memory(self, values: Iterable[str]) -> frozenset[str]:
         """The memory behind names."""

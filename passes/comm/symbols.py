@@ -282,13 +282,14 @@ class CollectiveOp:
     """A collective: the symbol that issues it, the one that waits for it, and what a pass, a cost or a law asks of it.
 
     ``carries``: a bucket's "parameters" or "gradients", a "value" of which ranks hold parts
-    (:mod:`passes.comm.sequence`), or a "copy" of gradients to the host, which each rank makes by itself.
+    (:mod:`passes.comm.sequence`), or what each rank copies by itself: a "copy" of gradients to the host, and
+    "activations" to the host and back (:mod:`passes.comm.activations`).
     ``takes``, ``gives``: what a rank has before and afterwards. ``adds``: the values of ranks are added up.
     """
 
     issue: Symbol
     wait: Symbol
-    carries: Literal["parameters", "gradients", "value", "copy"]
+    carries: Literal["parameters", "gradients", "value", "copy", "activations"]
     takes: Held
     gives: Held
     adds: bool = False

@@ -181,6 +181,22 @@ class HostMemory:
         with self._streams.module.stream(self._streams.inward):
             yield
 
+    @contextmanager
+    def back(self) -> Iterator[None]:
+        """Runs the work inside on the stream of copies to the host, after the work enqueued on the compute stream."""
+        if self._streams is None:
+            yield
+            return
+        self._streams.outward.wait_stream(self._streams.current)
+        with self._streams.module.stream(self._streams.outward):
+            yield
+
+    def copy(self, values: torch.Tensor) -> torch.Tensor:
+        """Starts to copy values to the host, on the current stream. Their memory may be freed when the copy is over."""
+        if self._streams is None:
+            return values.clone()
+        return values.to("cpu", non_blocking=self.pinned)  # into pinned memory if non-blocking
+
     def load(self, kept: torch.Tensor, place: torch.Tensor) -> None:
         """Starts to copy values to their place on the device, on the current stream."""
         place.copy_(kept, non_blocking=self.pinned)
@@ -190,12 +206,9 @@ class HostMemory:
         after the copy."""
         if self._streams is None:
             return values.to("cpu")
-        outward = self._streams.outward
-        outward.wait_stream(self._streams.current)
-        with self._streams.module.stream(outward):
-            copy = values.to("cpu", non_blocking=self.pinned)  # into pinned memory if non-blocking
-            values.record_stream(outward)
-            return copy
+        with self.back():
+            values.record_stream(self._streams.outward)
+            return self.copy(values)
 
     def finish(self) -> None:
         """Blocks the program until all copies, in both directions, are over."""

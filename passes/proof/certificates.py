@@ -33,12 +33,15 @@ from passes.analysis.recognise import (
     AWAITED,
     GATHERS,
     ISSUED,
+    TRIP_WAITS,
+    TRIPS,
     bucket_of,
     is_issue,
     is_sequence_issue,
     part_at,
 )
 from passes.comm import quantized, sequence
+from passes.comm.activations import Away
 from passes.comm.sequence import Part
 from passes.comm.symbols import CollectiveOp
 from passes.compat.jit import function_of, grad_rule_of
@@ -46,7 +49,7 @@ from passes.kernels.losses import ChunkedLoss, LossOfParts, PartOfEmbedding, Par
 from passes.kernels.torch_call import call_of
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire
-from passes.plan.runtime import PlainRuntime
+from passes.plan.runtime import HostMemory, PlainRuntime
 
 import torch
 import torch.distributed as dist
@@ -228,6 +231,9 @@ class Case(NamedTuple):
 def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
     """The collectives of a step that do not do what their laws say, and what they do instead."""
     traces = [trace for trace in (forward, backward) if trace is not None]
+    trips = [b for trace in traces for b in trace.bound_symbols if b.sym.id in {*TRIPS, *TRIP_WAITS}]
+    if trips and (text := _outcome(_found_of_trip, tuple(dict.fromkeys(map(function_of, trips))))):
+        yield f"activations do not come back from the host as they were: {text}"
     seen: set[Any] = set()
     for trace in (*traces, *(called.trace for called in block_functions(*traces))):
         waits = {b.args[0].name: b for b in trace.bound_symbols if b.sym.id in AWAITED}
@@ -456,6 +462,29 @@ def _found_of_sequence(case: Exchange) -> str:
         if not torch.equal(found, expected):
             return f"rank {rank} gets {found.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
     return ""
+
+
+# ---- activations in host memory ----
+
+
+@lru_cache(maxsize=8)
+def _found_of_trip(functions: Sequence[Any]) -> str:
+    """As ``_found``. Values that share memory are stored, beside one that stays; their memory is used again; then they
+    are loaded."""
+    store, stored, load, loaded = functions
+    memory, stays = torch.arange(24.0).view(4, 6), torch.ones(2)
+    values = memory[1:], [memory.t(), stays, torch.tensor([True, False])]
+    away = Away("", HostMemory(torch.device("cpu")), (True, (True, False, True)), 0)
+    expected = [t.clone() for t in (values[0], *values[1])]
+    copies = stored(store(values, away), away)
+    for t in (memory, values[1][2]):
+        t.zero_()
+    first, others = loaded(load(copies, away), away)
+    for found, value, like in zip((first, *others), expected, (values[0], *values[1]), strict=True):
+        if not torch.equal(found, value) or found.stride() != like.stride():
+            return f"{found.tolist()} for {value.tolist()}"
+    shared = first.untyped_storage().data_ptr() == others[0].untyped_storage().data_ptr()
+    return "" if shared and others[1] is stays else "they do not share memory as before"
 
 
 def _positions(rank: int, ranks: int, pieces: Literal[1, 2]) -> torch.Tensor:

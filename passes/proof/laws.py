@@ -30,6 +30,8 @@ from passes.analysis.recognise import (
     OFFLOAD_WAITS,
     REDUCTION_WAITS,
     REDUCTIONS,
+    TRIP_WAITS,
+    TRIPS,
     bucket_of,
 )
 from passes.blocks import release
@@ -247,6 +249,15 @@ def _offloaded(evaluation: Evaluation, line: BoundSymbol, values: Values) -> Non
     name_results(tuple(line.flat_proxy_outs), _arrived(line, values).values, values)
 
 
+def _departed(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    """What travels arrives as it was, and so does the rest."""
+    values[line.output.name] = evaluation.value(line.args[0], values)
+
+
+def _returned(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    name_results(line.output, values[line.args[0].name], values)
+
+
 def _replicated(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     given, bucket = line.args
     as_planned(line, bucket, gathers=True)
@@ -326,6 +337,8 @@ LAWS: dict[Hashable, Law] = {
     **dict.fromkeys(GATHER_WAITS, _gathered),
     **dict.fromkeys(REDUCTION_WAITS, _reduced),
     **dict.fromkeys(OFFLOAD_WAITS, _offloaded),
+    **dict.fromkeys(TRIPS, _departed),
+    **dict.fromkeys(TRIP_WAITS, _returned),
     replicated.id: _replicated,
     keep_shards.id: _kept_second,
     accumulated.id: _accumulated,

@@ -20,10 +20,12 @@ from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import (
     AWAITED,
     ISSUED,
+    away_at,
     bucket_of,
     is_gather,
     is_offload,
     is_sequence_issue,
+    is_trip,
     part_at,
 )
 from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
@@ -112,10 +114,10 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
         if bsym.sym.id in ISSUED:
-            of_sequence, link = is_sequence_issue(bsym), _link(bsym)
-            before = compute_seconds(cost, bsym) if of_sequence else wire_seconds(cost, bsym)
+            link = _link(bsym)
+            before = compute_seconds(cost, bsym) if is_sequence_issue(bsym) else wire_seconds(cost, bsym)
             start = max(now + before, is_free.get(link, 0.0))
-            is_free[link] = stop = start + (sequence_seconds(cost, bsym) if of_sequence else link_seconds(bsym))
+            is_free[link] = stop = start + _seconds_on_link(cost, bsym)
             in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
             now += compute_seconds(cost, bsym)
         elif bsym.sym.id in AWAITED:
@@ -155,8 +157,16 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
 
 
+def _seconds_on_link(cost: CostModel, issue: BoundSymbol) -> float:
+    if is_trip(issue):
+        return cost.copy_seconds(away_at(issue).nbytes)
+    return sequence_seconds(cost, issue) if is_sequence_issue(issue) else link_seconds(issue)
+
+
 def _link(start: BoundSymbol) -> object:
     """The link of a collective or copy: the process group, or the bus to the host."""
+    if is_trip(start):
+        return away_at(start).host
     if is_sequence_issue(start):
         context = part_at(start).plan
         return context.runtime.group(context.axis)
@@ -194,6 +204,8 @@ class _Links:
 
 def _sizes(issue: BoundSymbol) -> tuple[str, int, int]:
     """The label of what travels, its bytes, and those that each rank sends."""
+    if is_trip(issue):
+        return away_at(issue).label, away_at(issue).nbytes, 0
     if is_sequence_issue(issue):
         part, size = part_at(issue), sequence_bytes(issue)
         return part.label, size, ISSUED[issue.sym.id].crossings * size * (part.plan.ranks - 1) // part.plan.ranks

@@ -412,7 +412,7 @@ def choose_gathers(chosen: Chosen, options: Options, target: Target) -> dict[str
 # ---- copies ----
 
 
-MARKS = {ATTRIBUTE, EAGER, INPUTS, PART_ATTRIBUTE, REPEATED, *CHECKPOINTED.values()}
+MARKS = {ATTRIBUTE, EAGER, INPUTS, PART_ATTRIBUTE, REPEATED, CHECKPOINTED}
 
 
 def hollow_copy(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:

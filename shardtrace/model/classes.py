@@ -103,7 +103,7 @@ def attach(model: nn.Module, state: ShardedState, chosen: Chosen, methods: Metho
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, methods=tuple(methods.items()))  # type: ignore[arg-type]
     for module, what in chosen.checkpointed.values():
-        module.__dict__[CHECKPOINTED[what]] = True
+        module.__dict__[CHECKPOINTED] = what
     for module in chosen.by_torch:
         module.__dict__[EAGER] = True
     cast_layers = {e.layer for e in state.entries if e.precision is not None}

@@ -264,6 +264,12 @@ def eager_modules(model: nn.Module, chosen: Eager) -> list[nn.Module]:
 
 Checkpointed = int | str | type[nn.Module] | Collection[type[nn.Module]] | Mapping[str, str] | Callable[..., Any] | None
 RECOMPUTED = ("full", "cheap")  # what a block recomputes: all of its activations, or those that are cheap to compute
+WAYS = (
+    *RECOMPUTED,
+    "host",
+    "cheap+host",
+    "full+host",
+)  # or keeps in host memory
 Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
 
 
@@ -316,18 +322,18 @@ def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, bloc
 
 
 def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, tuple[nn.Module, str]]:
-    """The modules whose activations are recomputed, by their qualified names, and what they recompute: "full", "cheap".
+    """The modules whose activations are recomputed or kept in host memory, by their qualified names, and the way.
 
-    ``chosen`` is None or False (no module), True or "full" (each repeated block), "cheap" (the cheap activations of
-    each), an int n (every n-th block), a class or several, a predicate on ``(module)`` or ``(name, module)``, or a
-    mapping of patterns of names to "full", "cheap" or "none", of which the first that matches counts. Raises ValueError
-    for anything else, or if it chooses nothing.
+    ``chosen`` is None or False (no module), True or "full" (each repeated block), another one of ``WAYS`` (likewise),
+    an int n (every n-th block), a class or several, a predicate on ``(module)`` or ``(name, module)``, or a mapping of
+    patterns of names to ways or "none", of which the first that matches counts. Raises ValueError for anything else, or
+    if it chooses nothing.
     """
     if chosen is None or chosen is False:
         return {}
     modules = dict(model.named_modules())
     found: dict[str, tuple[nn.Module, str]]
-    if isinstance(chosen, str) and chosen in RECOMPUTED:
+    if isinstance(chosen, str) and chosen in WAYS:
         found = {name: (modules[name], chosen) for name in repeated_blocks(model)}
     elif isinstance(chosen, int) and chosen > 0:
         found = {name: (modules[name], "full") for name in repeated_blocks(model)[chosen - 1 :: chosen]}
@@ -339,7 +345,8 @@ def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, tuple[nn.Mod
     else:
         raise ValueError(
             f"activation_checkpointing={chosen!r}: pass the class of a block (or several), a predicate on modules, "
-            'n for every n-th repeated block, "full" or "cheap", or a mapping of names of blocks to these'
+            f"n for every n-th repeated block, one of {', '.join(map(repr, WAYS))}, or a mapping of names of blocks to "
+            "these"
         )
     if not found:
         raise ValueError(f"{type(model).__name__} has no module that activation_checkpointing={chosen!r} chooses")
@@ -352,7 +359,7 @@ def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, tuple[nn.Mod
 def _by_pattern(
     model: nn.Module, modules: Mapping[str, nn.Module], chosen: Mapping[str, str]
 ) -> dict[str, tuple[nn.Module, str]]:
-    known = (*RECOMPUTED, "none")
+    known = (*WAYS, "none")
     for pattern, what in chosen.items():
         if what not in known:
             raise ValueError(

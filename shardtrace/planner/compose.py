@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_function, called_module
+from passes.analysis.calls import ON_HOST, block_function, called_module
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -26,12 +26,14 @@ from passes.analysis.recognise import (
     is_return,
     is_unpack,
     is_wait,
+    names,
+    unsharded_values,
 )
+from passes.offload import given, loaded, stored
 from passes.plan import Bucket, BucketPlan, Wire
 from passes.schedule import schedule, wait_copies
 
 import thunder
-from thunder.core import prims
 from thunder.core.proxies import AnyProxy, Proxy, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -42,13 +44,15 @@ SCHEDULED = "shardtrace: schedule"  # how the provenance of a scheduled trace be
 
 
 class Choice(NamedTuple):
-    """The labels of the buckets that stay gathered until backward, how many are gathered ahead of use, and the wires of
-    gathers and of reductions in place of those of the base."""
+    """The labels of the buckets that stay gathered until backward, how many are gathered ahead of use, the wires of
+    gathers and of reductions in place of those of the base, and the names of the blocks that keep what they save in
+    host memory."""
 
     kept: frozenset[str] = frozenset()
     prefetch: int = 1
     gather: Wire | None = None
     reduction: Wire | None = None
+    on_host: frozenset[str] = frozenset()
 
 
 class Pair(NamedTuple):
@@ -112,11 +116,13 @@ def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Compo
     again = _gathered_again(forward, backward)
     there, back = _with_calls(base, forward, backward, pairs, again)
     back = _without_gathers(back, {new.name: old for old, new in again.values()}, choice.kept)
+    if choice.on_host:
+        there, back = _on_host(base, there, back, choice.on_host)
     plans = _Plans(choice, {bucket_of(b).plan for b in forward if is_wait(b)})
     there, back = ([plans.line(b) for b in lines] for lines in (there, back))
     saved = _saved(there, back)
     return ComposedStep(
-        placed(base.step.forward, _returning(there, saved)), placed(base.step.backward, _given(back, saved))
+        placed(base.step.forward, _returning(there, saved)), placed(base.step.backward, given(back, saved))
     )
 
 
@@ -127,6 +133,19 @@ def placed(like: TraceCtx, lines: list[BoundSymbol]) -> TraceCtx:
     if any(is_collective(b) for b in lines):
         return wait_copies(schedule(new))
     return del_last_used(new, clear_mutable_collections=is_backward(like))
+
+
+def _on_host(
+    base: Compiled, forward: Sequence[BoundSymbol], backward: Sequence[BoundSymbol], blocks: Collection[str]
+) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
+    """The lines of a step whose ``blocks`` keep what they save in host memory."""
+    there = [
+        b.from_bsym(tags=b.tags | {ON_HOST}) if block_function(b) is not None and called_module(b) in blocks else b
+        for b in forward
+    ]
+    saved, parameters = names(_saved(forward, backward)), unsharded_values(base.step.forward)
+    new, trips = stored(there, saved - names(forward[-1].args[0]), parameters, from_trace(base.step.forward))
+    return new, loaded(backward, trips, from_trace(base.step.backward))
 
 
 # ---- gathers ----
@@ -300,20 +319,3 @@ def _returning(forward: Sequence[BoundSymbol], saved: Sequence[Proxy]) -> list[B
     *lines, last = forward
     parts = tuple(p for p in saved if not _is_list(p)), tuple(p for p in saved if _is_list(p))
     return [*lines, last.from_bsym(args=(last.args[0], parts))]
-
-
-def _given(backward: Sequence[BoundSymbol], saved: Sequence[Proxy]) -> list[BoundSymbol]:
-    """The lines of a backward that unpacks ``saved``: from two lists, of tensors and of the blocks' lists."""
-    lists = next(b.output for b in backward if _unpacks(b, "saved_for_backward"))
-    parts = {p.name: [s for s in saved if _is_list(s) == bool(i)] for i, p in enumerate(lists)}
-    lines = []
-    for bsym in backward:
-        if bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name in parts:
-            found = parts[bsym.args[0].name]
-            bsym = bsym.from_bsym(args=(bsym.args[0], len(found)), output=found)
-        lines.append(bsym)
-    return lines
-
-
-def _unpacks(bsym: BoundSymbol, name: str) -> bool:
-    return bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name == name

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_of, called_module
+from passes.analysis.calls import block_of, called_module, way_of
 from passes.analysis.liveness import step_liveness
 from passes.analysis.recognise import bucket_of, is_deletion, nbytes
 from passes.chunk_loss import CHUNKS, Chunks, chunk_loss
@@ -54,6 +54,7 @@ from shardtrace.planner.search import (
     Point,
     explore_near,
     fastest,
+    on_host,
     prefetched,
     recomputing,
 )
@@ -72,8 +73,9 @@ TOLERANCE = 0.01  # of a budget, between what was chosen and what was compiled
 
 
 class Choice(NamedTuple):
-    """How a call is compiled: what blocks recompute, the chunks of its loss, the names of the parameters that stay
-    gathered until backward (None: as their plans say), and how many buckets are gathered ahead of use (likewise)."""
+    """How a call is compiled: what blocks recompute or keep in host memory, the chunks of its loss, the names of the
+    parameters that stay gathered until backward (None: as their plans say), and how many buckets are gathered ahead of
+    use (likewise)."""
 
     recomputed: Mapping[str, str]
     chunks: Chunks
@@ -309,7 +311,10 @@ def _words(choice: Choice) -> str:
     said = []
     for what, names in groups.items():
         named = ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)})"
-        said.append(f"recomputing {'all' if what == 'full' else 'what is cheap'} of {named}")
+        recomputed, away = way_of(what)
+        does = [f"recomputing {'all' if recomputed == 'full' else 'what is cheap'} of"] if recomputed else []
+        does += ["keeping in host memory what is saved of"] if away else []
+        said.append(f"{' and '.join(does)} {named}")
     if isinstance(choice.chunks, int):
         said.append(f"the loss in {choice.chunks} chunks")
     if choice.prefetch is not None:
@@ -389,6 +394,8 @@ class Steps:
             for what in (None, *reversed(RECOMPUTED)) if inline else (None,):
                 marks = dict.fromkeys(inline, what) if what is not None else {}
                 self._explore(self.asked._replace(chunks=number, recomputed=marks), variants)
+            if self.contract.setting.hardware.name != "cpu" and len(variants) > 1:
+                self._explore(self.asked._replace(chunks=number), {**variants, **on_host(variants)})
         best = fastest(self._points, self.budget)
         if best is not None and self.families[best.candidate.family][1].recomputed:
             self._fewer(self.families[best.candidate.family][1], variants)
@@ -406,7 +413,8 @@ class Steps:
             low, high = (low, (low + high) // 2) if fits else ((low + high) // 2, high)
 
     def _explore(self, choice: Choice, variants: Mapping[str, Any]) -> Family:
-        base = self.plain.base if choice == self.asked else self._compiled(choice)
+        known = (family.base for family, made in self.families.values() if made == choice)
+        base = next(known, None) or self._compiled(choice)
         shared = {what: {c: pairs[c] for c in base.calls if c in pairs} for what, pairs in variants.items()}
         family = self._add(choice, base, shared)
         explore_near(family, self.budget)

@@ -13,11 +13,13 @@ from passes.analysis.calls import block_functions
 from passes.analysis.flops import flops, useful_flops
 from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
 from passes.analysis.recognise import (
+    away_at,
     bucket_of,
     is_deletion,
     is_issue,
     is_return,
     is_sequence_issue,
+    is_trip,
     is_unpack,
     names,
     nbytes,
@@ -151,7 +153,8 @@ class Estimate(NamedTuple):
 
     ``seconds`` is the sum of ``forward``, ``backward`` and ``optimizer``, the first two of which include the
     ``exposed`` seconds in which compute waits for communication. ``memory`` has the bytes at the peak by kind, and
-    ``peak`` is their sum; ``tensors`` are those that PyTorch would count. ``host``: bytes in the memory of the host.
+    ``peak`` is their sum; ``tensors`` are those that PyTorch would count. ``host``: bytes of parameters, gradients and
+    the optimizer in the memory of the host; ``away``: of activations there.
     """
 
     seconds: float
@@ -163,6 +166,7 @@ class Estimate(NamedTuple):
     tensors: int
     memory: Mapping[str, int]
     host: int
+    away: int
 
 
 class Setting(NamedTuple):
@@ -216,6 +220,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
         tensors=tensors,
         memory=kinds | reserved,
         host=int((8 + optimizer.state) * elsewhere),  # shards and gradients too
+        away=sum(away_at(b).nbytes for b in step.forward.bound_symbols if is_trip(b)),
     )
 
 

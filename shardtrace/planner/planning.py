@@ -13,7 +13,7 @@ from passes.plan.cost import hardware
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_bytes, parse_count
-from shardtrace.options.strategy import RECOMPUTED
+from shardtrace.options.strategy import WAYS
 from shardtrace.planner.calibrate import Rates, rates_of
 from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.estimate import Estimate, Setting, Task, estimate, optimizer_cost
@@ -301,8 +301,8 @@ def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree])
 
 
 def _notes(search: Search, point: Point) -> Iterator[str]:
-    if point.estimate.host:
-        yield f"The memory of the host holds {size(point.estimate.host)} of each rank."
+    if there := point.estimate.host + point.estimate.away:
+        yield f"The memory of the host holds {size(there)} of each rank."
     if point.candidate.rounding == EXACT:
         return
     exact = fastest(search.exact, search.budget)
@@ -316,7 +316,7 @@ def _notes(search: Search, point: Point) -> Iterator[str]:
 def _row(search: Search, point: Point) -> Row:
     c, e = point.candidate, point.estimate
     family = search.families[c.family]
-    counts = {what: sum(w == what for _, w in c.recomputed) for what in reversed(RECOMPUTED)}
+    counts = {what: sum(w == what for _, w in c.recomputed) for what in reversed(WAYS)}
     return Row(
         memory=e.peak,
         seconds=e.seconds,

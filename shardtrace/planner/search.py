@@ -16,14 +16,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, product, starmap
 from typing import Any, NamedTuple
 
+from passes.analysis.calls import HOST, way_of
 from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, nbytes
 from passes.analysis.seconds import block_seconds, compute_seconds, latency_seconds, link_seconds
-from passes.plan import Bucket, Wire
+from passes.plan import Bucket, CostModel, Wire
 from passes.plan.bucket import MB
 from passes.plan.cost import HOST_MEMORY
 from shardtrace.options.strategy import RECOMPUTED, repeated_blocks
@@ -48,8 +49,18 @@ class Program:
         self.variants = list(family.variants)
         cost, backward = family.task.setting.cost, family.step(self.empty).backward.bound_symbols
         pairs = [[family.variants[v][c.calls[0]] for v in self.variants] for c in family.classes]
-        self.seconds = [[block_seconds(cost, pair.backward.id).total for pair in row] for row in pairs]
-        self.bytes = [[_saved_bytes(pair.forward.id) for pair in row] for row in pairs]
+        on_host = [way_of(v)[1] for v in self.variants]
+        self.seconds = [
+            [
+                block_seconds(cost, pair.backward.id).total + (_waits_for_copies(cost, pair) if away else 0.0)
+                for pair, away in zip(row, on_host, strict=True)
+            ]
+            for row in pairs
+        ]
+        self.bytes = [
+            [0 if away else _saved_bytes(pair.forward.id) for pair, away in zip(row, on_host, strict=True)]
+            for row in pairs
+        ]
         self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
         self.compute = sum(compute_seconds(cost, b) for b in backward)
         self.link = sum(link_seconds(b) for b in backward if is_issue(b))
@@ -138,6 +149,12 @@ def _without_stdout() -> Iterator[None]:
         os.close(kept)
 
 
+def _waits_for_copies(cost: CostModel, pair: Pair) -> float:
+    """The seconds that a step waits for the copies of what a block saves, if all its blocks are alike."""
+    copy = cost.copy_seconds(_saved_bytes(pair.forward.id))
+    return sum(max(0.0, copy - block_seconds(cost, part).total) for part in (pair.forward.id, pair.backward.id))
+
+
 def _saved_bytes(part: Any) -> int:
     """The bytes of what a block's forward saves. Values that share memory count twice."""
     return sum(nbytes(r) for r in part.trace.bound_symbols[-1].args[0] if isinstance(r, list))
@@ -163,6 +180,7 @@ def whole_bytes(bucket: Bucket) -> int:
 
 
 PREFETCHES = (1, 2, 3)
+AWAY = " with activations on the host"  # the note of a family
 NOTHING = "nothing"  # is recomputed
 
 
@@ -183,8 +201,8 @@ EXACT = Rounding()
 
 
 class Candidate(NamedTuple):
-    """A combination: a family by name, what each block recomputes ("cheap" or "full", nothing if it is not there),
-    which buckets are kept, the prefetch, and how messages are rounded."""
+    """A combination: a family by name, what each block recomputes or keeps in host memory (nothing if it is
+    not there), which buckets are kept, the prefetch, and how messages are rounded."""
 
     family: str
     recomputed: tuple[tuple[str, str], ...] = ()
@@ -262,7 +280,8 @@ class Family:
         pairs = {call: self.variants[chosen.get(call[0], NOTHING)][call] for call in self.variants[NOTHING]}
         gather = allowed.gathers.get(candidate.rounding.gather)
         reduction = allowed.reductions.get(candidate.rounding.reduction)
-        return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch, gather, reduction))
+        on_host = frozenset(name for name, what in chosen.items() if way_of(what)[1])
+        return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch, gather, reduction, on_host))
 
     # ---- what is known of them ----
 
@@ -343,7 +362,7 @@ class Family:
             keeping, again = STRATEGIES[self.kind]
             some = f"{again} and {keeping}"
             name = again if not candidate.kept else keeping if candidate.kept == self.buckets.keys() else some
-            name += self.note
+            name += self.note.removesuffix(AWAY)
         return ", ".join(filter(None, [name, str(candidate.rounding)]))
 
     def _strategy(self, candidate: Candidate) -> Any:
@@ -417,6 +436,11 @@ def recomputing(base: Compiled, compile_step: Callable[..., Compiled]) -> dict[s
     return {what: {c: calls.get(c, pair) for c, pair in base.calls.items()} for what, calls in steps.items()}
 
 
+def on_host(variants: Mapping[str, Mapping[Call, Pair]]) -> dict[str, Mapping[Call, Pair]]:
+    """The same functions, of blocks that keep in host memory what they save."""
+    return {HOST if what == NOTHING else f"{what}+{HOST}": pairs for what, pairs in variants.items()}
+
+
 # ---- the search ----
 
 
@@ -457,7 +481,7 @@ def explore(family: Family, rounding: Rounding = EXACT) -> None:
     if not (family.classes or family.buckets):
         return
     program, memory = Program(family, rounding), family.task.setting.hardware.memory
-    levels = _levels(program.most, memory, few="offload_policy" in family.options)
+    levels = _levels(program.most, memory, few="offload_policy" in family.options or HOST in family.variants)
     for solved in filter(None, map(program.solve, levels)):
         kept = family.allowed_kept(solved.kept)
         for prefetch in family.prefetches if family.buckets else family.prefetches[:1]:
@@ -536,7 +560,8 @@ def explore_rounded(family: Family) -> None:
 def recipes(family: Family, rounding: Rounding = EXACT) -> None:
     """What people choose by hand: all buckets alike, all blocks alike, with the prefetch of ``fsdp``."""
     both = frozenset[str](), frozenset(family.buckets)
-    for variant in family.variants:
+    away = [variant for variant in family.variants if way_of(variant)[1]]
+    for variant in away or family.variants:  # the others are those of another family
         recomputed = family.in_order((c[0], variant) for k in family.classes for c in k.calls if variant != NOTHING)
         for kept in dict.fromkeys(map(family.allowed_kept, both)):
             usual = 3 if kept else 1
@@ -546,7 +571,7 @@ def recipes(family: Family, rounding: Rounding = EXACT) -> None:
 
 def _levels(most: float, memory: float, *, few: bool = False) -> list[float]:
     """Amounts of memory up to ``most``. They do not depend on the budget, so that budgets can be compared. ``few``:
-    half as many, up to that of the device, for steps that take so long that little depends on them."""
+    half as many, up to that of the device, for steps that are slow, or need less."""
     inside = min(most, memory)
     if few:
         return [float(level) for level in np.linspace(0.0, inside, LEVELS // 2)]
@@ -574,6 +599,8 @@ class Search:
                     self._add(family)
         for family in list(self.families.values()):
             explore_rounded(family)
+        for family in list(self._with_activations_on_host(bases)):
+            self._add(family)
         for family in list(self._on_host(bases)):
             explore_rounded(self._add(family))
         self.exact = [p for p in self.points if p.candidate.rounding == EXACT]
@@ -623,6 +650,19 @@ class Search:
             )
         for note, size in found:
             yield make_family(task, family.kind, options={"bucketing_strategy": size}, note=note, recomputes=False)
+
+    def _with_activations_on_host(self, bases: Iterable[Family]) -> Iterator[Family]:
+        """The families whose blocks may keep in host memory what they save. None if a step fits that is as fast as any:
+        copies only replace what is recomputed and gathered again for lack of memory."""
+        best = fastest(self.points, self.budget)
+        if self.task.setting.hardware.name == "cpu" or (
+            best is not None and best.estimate.seconds <= min(p.estimate.seconds for p in self.points)
+        ):
+            return
+        for family in bases:
+            if family.kind in ("zero", "hybrid") and len(family.variants) > 1:
+                variants = {**family.variants, **on_host(family.variants)}
+                yield replace(family, variants=variants, note=f"{family.note}{AWAY}", _points={})
 
     def _on_host(self, bases: Iterable[Family]) -> Iterator[Family]:
         """The families that shard, with shards and the optimizer in the memory of the host. None if they cannot be

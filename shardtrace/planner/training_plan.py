@@ -129,8 +129,8 @@ def _cells(tag: str, texts: Iterable[str]) -> str:
 class Row:
     """A step on the front of memory and time: no other needs less of both. Bytes and seconds of one rank.
 
-    ``strategy``, ``kept`` (buckets that stay gathered until backward), ``recomputing`` (blocks that recompute their
-    activations, all of them or the cheap ones) and ``prefetch`` say what it does; ``options`` are those of ``fsdp``.
+    ``strategy``, ``kept`` (buckets that stay gathered until backward), ``recomputing`` (numbers of blocks, by what
+    ``activation_checkpointing`` says of them) and ``prefetch`` say what it does; ``options`` are those of ``fsdp``.
     """
 
     memory: int

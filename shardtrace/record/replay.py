@@ -16,7 +16,7 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
-from passes.analysis.calls import Block, CallOf, unique_name
+from passes.analysis.calls import ON_HOST, Block, CallOf, unique_name, way_of
 from passes.analysis.recognise import InModule, names
 from passes.blocks import executor as block_calls
 from passes.compat.jit import add_note, compile_data_and_stats, name_as_user, names_of_users
@@ -480,7 +480,7 @@ class Blocks:
 
     Args:
         repeated, marked: the names of the modules that may be called, and of those whose activations are recomputed
-            ("full" or "cheap").
+            or kept in host memory (:func:`passes.analysis.calls.way_of`).
         parameter_of: gives the sharded parameter of a tensor, or None.
         obstacle: why all lines must stand in the trace; empty if they need not.
     """
@@ -497,7 +497,12 @@ class Blocks:
     ) -> None:
         self._record, self._replay, self._parameter_of = record, replay, parameter_of
         self._repeated, self._obstacle = repeated, obstacle
-        self._marks = [Mark(s.begin, s.end, marked[s.name] == "cheap") for s in record.spans if s.name in marked]
+        ways = {name: way_of(what) for name, what in marked.items()}
+        self._on_host = {name for name, (_, on_host) in ways.items() if on_host}
+        recomputed = {name: what for name, (what, _) in ways.items() if what}
+        self._marks = [
+            Mark(s.begin, s.end, recomputed[s.name] == "cheap") for s in record.spans if s.name in recomputed
+        ]
         self._spans: list[Span] = []
         self._functions: dict[Kind, Function | None] = {}
         self.apart: dict[str, str] = {}  # why a block's lines stand in the trace, by its name
@@ -549,6 +554,8 @@ class Blocks:
             return False
         results = function.block.symbol(*(inputs[i] for i in function.used))
         trace.scopes[-1][-1].tags.add(CallOf(span.name, _digest(calls)))
+        if span.name in self._on_host:
+            trace.scopes[-1][-1].tags.add(ON_HOST)
         for (i, j), proxy in zip(kind.exports, results, strict=True):
             replay.values.know(calls[i].results[j], proxy)
         self.called.setdefault(kind, []).append(span.name)

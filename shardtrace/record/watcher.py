@@ -29,13 +29,12 @@ PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule of a sharded model: the
 REPEATED = "_shardtrace_block"  # of a block that is compiled once with others of its kind: its name
 EAGER = "_shardtrace_eager"  # of a module that PyTorch runs
 LIBRARIES = frozenset({"torch", "torchgen", "thunder", "shardtrace", "passes", "contextlib"})
-# Of a module whose activations are recomputed in backward: all of them, or the cheap ones.
-CHECKPOINTED = {"full": "_shardtrace_checkpointed", "cheap": "_shardtrace_checkpointed_cheap"}
+CHECKPOINTED = "_shardtrace_checkpointed"  # what becomes of a module's activations, as way_of reads it
 
 
 def recomputed(module: nn.Module) -> str | None:
-    """A module's own mark: "full", "cheap", or None."""
-    return next((what for what, mark in CHECKPOINTED.items() if mark in module.__dict__), None)
+    """A module's own mark, or None."""
+    return module.__dict__.get(CHECKPOINTED)
 
 
 @functools.cache

@@ -1,8 +1,5 @@
 """Sharded training compared with one process that trains on the whole batch: losses, parameters, gradients."""
 
-import sys
-from pathlib import Path
-
 import shardtrace
 
 import pytest
@@ -10,7 +7,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from sharded_training import mean_over_ranks, train_zoo
+from sharded_training import train_zoo
 
 PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "blocks.*": "zero3", "*": "zero2"}
 
@@ -19,12 +16,10 @@ PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "blocks.*": "zero3", "*": "zero
 @pytest.mark.parametrize(
     ("strategy", "bucketing", "optimizer", "late"),
     [
-        ("zero2", "layer", "adamw", True),
         ("zero2", 0.0005, "adamw", False),
         ("zero3", "layer", "sgd", False),  # sgd shows gradients that are wrong by a factor
         ("zero3", 0.0005, "adamw", True),
         ("ddp", "none", "adamw", True),
-        ("owner", "none", "adamw", False),
         ("owner", "model", "adamw", True),
     ],
 )
@@ -35,14 +30,9 @@ def test_two_ranks(strategy, bucketing, optimizer, late):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("strategy", ["zero3", "owner"])
-def test_three_ranks(strategy):
-    train_zoo(strategy)
-
-
-@on_ranks(3)
-def test_three_ranks_of_nccl():
-    train_zoo(PARTS, late=True)
+@pytest.mark.parametrize("late", [False, True])
+def test_three_ranks(late):
+    train_zoo(PARTS, late=late)
 
 
 @on_ranks(4)
@@ -61,36 +51,8 @@ def test_hybrid(strategy, precision):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "owner"])
-def test_bf16(strategy):
-    train_zoo(strategy, precision="bf16")
-
-
-@on_ranks(2)
-def test_losses_of_ddp():
-    """ZeRO-3 gives the example's tiny GPT the losses of DDP. (ZeRO-2: tests/test_examples.py.)"""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt2"))
-    from model import CONFIGS, GPT
-
-    def train(wrap):
-        torch.manual_seed(0)
-        run = wrap(GPT(CONFIGS["tiny"]))
-        optimizer = torch.optim.AdamW(run.parameters(), lr=3e-4)
-        generator = torch.Generator().manual_seed(1)
-        losses = []
-        for _ in range(20):
-            rows = torch.randint(0, 256, (2 * dist.get_world_size(), 33), generator=generator)
-            mine = rows[2 * dist.get_rank() :][:2]
-            loss = run(mine[:, :-1], mine[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(mean_over_ranks(loss))
-        return losses
-
-    expected = train(torch.nn.parallel.DistributedDataParallel)
-    losses = train(lambda model: thunder.jit(shardtrace.fsdp(model)))
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+def test_bf16():
+    train_zoo(PARTS, precision="bf16")
 
 
 class Mixed(torch.nn.Module):

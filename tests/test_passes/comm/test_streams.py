@@ -12,8 +12,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import shardtrace  # noqa: F401
+from passes.analysis.recognise import is_trip
 from passes.analysis.verify import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
-from passes.comm import cuts, direct, messages, native, quantized, sequence, symbols
+from passes.comm import activations, cuts, direct, messages, native, quantized, sequence, symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, runtime
@@ -92,6 +93,8 @@ def cut_of(shape, number, seats):
 def program_of(recorder, *, backward=True, **options):
     if "length" in options:
         return sequence_program(recorder, **options)
+    if "away" in options:
+        return trip_program()
     return program(bucket_of_case(recorder, **options), backward=backward)
 
 
@@ -144,6 +147,23 @@ def sequence_program(recorder, *, length, batch=2, ranks=3, direct=False):
             (x,) = compute_with((moved,))
         prims.python_return((x, y))
     return overlap_sequence(trace)
+
+
+def trip_program():
+    """Activations go to the host and come back. Compute goes on between the halves of each copy."""
+    trace = TraceCtx()
+    with tracectx(trace):
+        trace.args = x, y = [TensorProxy(name, shape=(6, 4), device=CUDA, dtype=dtypes.float32) for name in "xy"]
+        for a in trace.args:
+            prims.unpack_trivial(a, name=a.name)
+        values = compute_with((x, y))
+        away = activations.Away("block", recorded_host(), (True, True), 192, values)
+        for op in activations.ACTIVATIONS:
+            future = op.issue(values, away)
+            (y,) = compute_with((y,))
+            values = op.wait(future, away)
+        prims.python_return((*compute_with(values), y))
+    return del_last_used(trace)
 
 
 def reductions(bucket):
@@ -204,6 +224,7 @@ CASES = {
     "sequence, batch of one": {"length": 12, "batch": 1},
     "sequence, direct": {"length": 12, "direct": True},
     "sequence, direct, padded": {"length": 13, "direct": True},
+    "host, activations": {"away": True},
 }  # fmt: skip
 
 
@@ -236,7 +257,7 @@ def streams_of(trace, events):
         if makes_future(bsym):
             there = {e.stream for e in events if e.line == i}
             messages, copies = ({s for s in there if s.startswith(kind)} for kind in ("collective", "stream"))
-            found[bsym.output.name] = messages or copies or {COMPUTE}
+            found[bsym.output.name] = messages or copies or ({COMPUTE} if not is_trip(bsym) else set())
             found[f"{bsym.output.name}.copy"] = copies
     return found
 
@@ -338,10 +359,10 @@ def test_the_proof_holds_for_what_a_transport_calls(case):
 
 ORDERING = {"wait", "wait_stream", "wait_event", "record", "record_event", "record_stream", "synchronize", "finish"}
 ENDS = {"_wait", "mark"}  # of ours: they call the above
-SURROUNDING = {"stream", "ahead"}  # with host.ahead(): what is inside runs on another stream
+SURROUNDING = {"stream", "ahead", "back"}  # with host.ahead(): what is inside runs on another stream
 TRANSPORTS = {
     "native": native, "direct": direct, "cuts": cuts, "messages": messages, "quantized": quantized,
-    "symbols": symbols, "sequence": sequence, "runtime": runtime,
+    "symbols": symbols, "sequence": sequence, "activations": activations, "runtime": runtime,
 }  # fmt: skip
 
 

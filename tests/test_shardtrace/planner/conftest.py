@@ -1,6 +1,5 @@
 """A toy GPT, compiled once for all tests of the planner."""
 
-import shardtrace
 from passes.plan.cost import cluster, hardware
 from shardtrace.options.policies import parse_allowed
 from shardtrace.planner.estimate import Setting, Task, optimizer_cost
@@ -8,7 +7,7 @@ from shardtrace.planner.search import make_family
 from shardtrace.testing import fake_ranks
 
 import pytest
-from toy_gpt import RANKS, gpt, tokens
+from toy_gpt import RANKS, gpt, plan_blocks, tokens
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +28,4 @@ def family(task):
 
 @pytest.fixture(scope="session")
 def planned():
-    inputs, fixed = (tokens(), tokens()), {"prefetch": 2, "bucketing_strategy": "block"}
-    return shardtrace.plan(gpt(), inputs, world_size=RANKS, device="cpu", link="1gbit", memory=2_000_000, fixed=fixed)
+    return plan_blocks()

@@ -1,10 +1,11 @@
 """Composed steps are those that would be compiled: the same lines, seconds and bytes."""
 
 import re
+from dataclasses import replace
 
 from passes.analysis.verify import verify
 from shardtrace.planner.planning import compiled_estimate
-from shardtrace.planner.search import Candidate, Rounding, make_family
+from shardtrace.planner.search import Candidate, Rounding, make_family, on_host
 from shardtrace.testing import fake_ranks
 
 import pytest
@@ -12,6 +13,7 @@ import thunder
 
 LAST = frozenset({"h.4", "h.5"})
 HALF = tuple((f"h.{i}", "full") for i in range(3))
+AWAY = (("h.0", "full+host"), ("h.1", "full+host"), ("h.2", "host"), ("h.3", "host"))
 MIXED = (("h.0", "full"), ("h.1", "full"), ("h.2", "cheap"), ("h.3", "cheap"))
 
 
@@ -36,6 +38,14 @@ def lines(trace):
             {"sharding_strategy": "zero2", "activation_checkpointing": dict(HALF), "prefetch": 3},
         ),
         (
+            Candidate("zero", AWAY, LAST, 1),
+            {
+                "sharding_strategy": {"h.4.*": "zero2", "h.5.*": "zero2", "*": "zero3"},
+                "activation_checkpointing": dict(AWAY),
+                "prefetch": 1,
+            },
+        ),
+        (
             Candidate("zero", HALF, LAST, 1, Rounding("int8", "int4")),
             {
                 "sharding_strategy": {"h.4.*": "zero2", "h.5.*": "zero2", "*": "zero3"},
@@ -49,6 +59,7 @@ def lines(trace):
 )
 def test_a_composed_step_is_the_compiled_one(family, task, candidate, options):
     assert candidate.kept <= family.buckets.keys()
+    family = replace(family, variants=family.variants | on_host(family.variants), _points={})
     composed = family.step(candidate)
     found = family.point(candidate).estimate
     with fake_ranks(task.world_size):

@@ -23,16 +23,16 @@ def test_micro_batches_equal_one_batch(strategy):
 
 @on_ranks(4)
 def test_hybrid():
-    accumulate("hybrid_zero2", mesh=(2, 2))
-    model = sharded_zoo("hybrid_zero2", mesh=(2, 2))
+    cmodel = accumulate("hybrid_zero2", mesh=(2, 2))
+    cmodel.zero_grad()
     for i, batch in enumerate(micro_batches(0, 3)):  # switched after forward: whole sums, sums of shards, all
-        loss = model(*my_rows(batch)) / 3
-        model.set_requires_gradient_sync(i > 0)
+        loss = cmodel(*my_rows(batch)) / 3
+        cmodel.set_requires_gradient_sync(i > 0)
         if i > 0:
-            model.set_requires_all_reduce(i == 2)
+            cmodel.set_requires_all_reduce(i == 2)
         loss.backward()
     expected = expected_gradients(0, 3)[1]
-    torch.testing.assert_close(shardtrace.full_gradients(model), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(shardtrace.full_gradients(cmodel), expected, rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(4)
@@ -82,7 +82,8 @@ def test_reduced_in_each_step():
 
 
 def accumulate(strategy, mesh=None, reduce_each=False):
-    """Four micro-batches give the gradients of one batch. The first three send no gradient, or all do."""
+    """Four micro-batches give the gradients of one batch. The first three send no gradient, or all do. Returns the jitted
+    model."""
     model = sharded_zoo(strategy, mesh=mesh)
     cmodel = thunder.jit(model)
     for step in range(2):  # the second runs what is compiled
@@ -105,6 +106,7 @@ def accumulate(strategy, mesh=None, reduce_each=False):
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         assert not model._shardtrace.runtime.kept.by_place
     assert thunder.cache_misses(cmodel) == (1 if reduce_each else 2)
+    return cmodel
 
 
 @on_ranks(2)
