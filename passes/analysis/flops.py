@@ -37,6 +37,7 @@ from passes.kernels.torch_call import Line, TorchCall, call_of
 from passes.plan.cost import Work
 
 import networkx as nx
+import torch
 from thunder.core import dtypes
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, variableify
@@ -46,6 +47,7 @@ from thunder.core.transform_common import dce
 from thunder.executors import sdpaex
 from thunder.transforms.autodiff import grad_transform_on_trace
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 SOURCE, SINK = "source", "sink"
 
@@ -178,7 +180,11 @@ def _causal(bsym: BoundSymbol) -> int:
     """FLOPs of the causal attention in a line. What a mask that is a tensor hides is not known."""
     call, operator = call_of(bsym.sym), operator_of(bsym.sym)
     if call is not None:
-        is_causal = isinstance(call.function, CausalAttention)
+        args, kwargs = pytree.tree_unflatten(list(call.flat), call.spec)
+        of_torch = call.function is torch.nn.functional.scaled_dot_product_attention
+        is_causal = isinstance(call.function, CausalAttention) or (
+            of_torch and any(a is True for a in (*args[5:6], kwargs.get("is_causal")))
+        )
     elif operator is not None:
         given = dict(zip((a.name for a in operator._schema.arguments), bsym.args, strict=False)) | bsym.kwargs
         is_causal = given.get("is_causal", False)
