@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from passes.analysis.flops import is_library_call
-from passes.analysis.recognise import TRIP_WAITS, identity, is_foreign, properties
+from passes.analysis.recognise import TRIP_WAITS, TRIPS, identity, is_foreign, properties
 from passes.comm.activations import Away
 from passes.comm.sequence import Part
 from passes.comm.symbols import Property
@@ -177,6 +177,9 @@ def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
     """
     if bsym.sym.is_fusion:
         return _run_fusion(bsym, values)
+    if bsym.sym.id in TRIPS or bsym.sym.id in TRIP_WAITS:  # allocate nothing but what they return
+        args, _ = _concrete((bsym.args, {}), values)
+        return Result(_named(bsym, function_of(bsym)(*args)) or {}, 0)
     function = _function(bsym)
     if function is not None:
         args, kwargs = _concrete((bsym.args, bsym.kwargs), values)

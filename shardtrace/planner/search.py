@@ -653,11 +653,13 @@ class Search:
 
     def _with_activations_on_host(self, bases: Iterable[Family]) -> Iterator[Family]:
         """The families whose blocks may keep in host memory what they save. None if a step fits that is as fast as any:
-        copies only replace what is recomputed and gathered again for lack of memory."""
-        best = fastest(self.points, self.budget)
-        if self.task.setting.hardware.name == "cpu" or (
-            best is not None and best.estimate.seconds <= min(p.estimate.seconds for p in self.points)
-        ):
+        copies only replace what is recomputed and gathered again for lack of memory. None if nothing would fit, even if
+        blocks saved nothing."""
+        hardware, best = self.task.setting.hardware, fastest(self.points, self.budget)
+        if best is not None and best.estimate.seconds <= min(p.estimate.seconds for p in self.points):
+            return
+        least = min((p.estimate for p in self.points), key=lambda e: e.peak)
+        if hardware.name == "cpu" or least.peak - (1 + hardware.allocator) * least.memory["saved"] > self.budget:
             return
         for family in bases:
             if family.kind in ("zero", "hybrid") and len(family.variants) > 1:

@@ -13,6 +13,7 @@ from shardtrace.planner.search import (
     explore_near,
     fastest,
     front,
+    on_host,
 )
 
 import pytest
@@ -38,6 +39,19 @@ def test_no_recipe_beats_the_search(points):
     for recipe in recipes:
         chosen = fastest(points, recipe.estimate.peak)
         assert chosen.estimate.seconds <= recipe.estimate.seconds
+
+
+def test_blocks_may_keep_what_they_save_on_the_host(family, points):
+    """Copies are waited for if they take longer than the blocks beside them; what travels takes no memory meanwhile."""
+    away = replace(family, variants=family.variants | on_host(family.variants), _points={})
+    every = tuple((f"h.{i}", "host") for i in range(6))
+    found, plain = away.point(Candidate("zero", every)).estimate, family.point(Candidate("zero")).estimate
+    assert found.away > 0
+    assert found.memory["saved"] < plain.memory["saved"] / 2
+    assert found.seconds >= plain.seconds
+    explore_near(away, plain.peak * 0.9)
+    best = fastest(away.points, plain.peak * 0.9)
+    assert best.estimate.seconds <= fastest(points, plain.peak * 0.9).estimate.seconds
 
 
 def test_more_memory_is_never_slower(points):
