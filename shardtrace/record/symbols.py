@@ -149,6 +149,9 @@ def is_method(function: Callable[..., Any]) -> bool:
     return name == "__get__" or found is function or getattr(function, "__objclass__", None) in torch.Tensor.__mro__
 
 
+GIVES_BOOL = frozenset("eq ne lt le gt ge logical_not logical_and logical_or".split())
+
+
 def out_of_place(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]] | None:
@@ -161,6 +164,8 @@ def out_of_place(
         return function, {**kwargs, "inplace": False}
     plain = name.replace("__i", "__", 1) if name in IN_PLACE else name[:-1]
     if name not in IN_PLACE and (plain not in TRUSTED or not name.endswith("_")):
+        return None
+    if plain in GIVES_BOOL and tensors[0].dtype != torch.bool:
         return None
     return next(getattr(home, plain) for home in (torch.Tensor, F) if hasattr(home, plain)), dict(kwargs)
 
