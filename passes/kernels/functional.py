@@ -1,7 +1,9 @@
-"""Kernels of dropout, batch norm and softmax.
+"""Kernels of dropout, batch norm, softmax, RMS norm and cross entropy.
 
 Dropout saves its mask, one byte for each element. The mask is a line of its own, so that a checkpointed block saves
-nothing else. Batch norm writes into its running statistics. Softmax is a part of attention with dropout.
+nothing else. Batch norm writes into its running statistics. Softmax is a part of attention with dropout. Torch has a
+fused kernel of RMS norm on a GPU only, which a plan that is made on a CPU must know. Cross entropy is that of losses
+which a jitted function computes outside of a model: the gradients of Thunder's own symbols mix dtypes.
 """
 
 from __future__ import annotations
@@ -69,12 +71,72 @@ def _scale(a: TensorProxy, p: float) -> float:
     return torch.ones((), dtype=dtypes.to_torch_dtype(a.dtype)).div_(1 - p).item()
 
 
-# ---- batch norm ----
+# ---- rms_norm ----
 
 
 def _same(*results: TensorProxy | None) -> tuple[TensorProxy | None, ...]:
     """Gradients have the shapes of what they are gradients of."""
     return tuple(like(r) if r is not None else None for r in results)
+
+
+def _kept(a: TensorProxy, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of statistics over the last dimensions, which have this ``shape``."""
+    return (*a.shape[: a.ndim - len(shape)], *(1 for _ in shape))
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor, a: torch.Tensor, shape: Any, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """With ``n = a * rstd``, ``r = rstd`` and ``g = grad * weight``: da = r (g - n mean(g n)), dw = sum(grad n)."""
+    if a.device.type == "cuda":
+        found: tuple[torch.Tensor | None, torch.Tensor | None] = aten._fused_rms_norm_backward(
+            grad, a, shape, rstd, weight, (True, weight is not None)
+        )
+        return found
+    dims = tuple(range(a.ndim - len(shape), a.ndim))
+    grad = grad.to(rstd.dtype)
+    normalized = a * rstd
+    of_weight = None
+    if weight is not None:
+        product = grad * normalized
+        of_weight = product.sum(tuple(range(a.ndim - len(shape)))).to(weight.dtype) if len(shape) < a.ndim else product
+        del product
+    scaled = grad * weight if weight is not None else grad.clone()
+    mean = (scaled * normalized).mean(dims, keepdim=True)
+    return scaled.addcmul_(normalized, mean, value=-1).mul_(rstd).to(a.dtype), of_weight
+
+
+rms_norm_forward = kernel(
+    "rms_norm",
+    lambda a, shape, weight, eps: (
+        like(a), like(a, _kept(a, shape), dtypes.float32 if a.dtype in HALF else a.dtype),
+    ),
+    lambda a, shape, weight, eps: aten._fused_rms_norm(a, shape, weight, eps),
+)  # fmt: skip
+rms_norm_backward = kernel(
+    "rms_norm_backward",
+    lambda grad, a, shape, rstd, weight: _same(a, weight),
+    _rms_norm_backward,
+)
+
+
+@implements(
+    ltorch.rms_norm,
+    supported=lambda a, weight, **others: hasattr(aten, "_fused_rms_norm") and is_floating(a, weight),
+)
+def rms_norm(
+    a: TensorProxy, normalized_shape: Sequence[int], weight: TensorProxy | None = None, eps: float | None = None
+) -> Differentiated:
+    shape = tuple(normalized_shape)
+    out, rstd = rms_norm_forward(a, shape, weight, eps)
+
+    def gradients(grad: TensorProxy) -> Gradients:
+        return zip((a, weight), rms_norm_backward(grad, a, shape, rstd, weight), strict=True)
+
+    return out, gradients
+
+
+# ---- batch norm ----
 
 
 def _accepts(a: TensorProxy, weight: TensorProxy | None, bias: TensorProxy | None, **others: Any) -> bool:
@@ -158,3 +220,57 @@ def softmax(a: TensorProxy, dim: int, *, dtype: Any = None) -> Differentiated:
     converted = clang.maybe_convert_to_dtype(a, dtypes.to_dtype(dtype) if dtype is not None else a.dtype)
     out = softmax_forward(converted, dim)
     return out, lambda grad: [(a, clang.maybe_convert_to_dtype(softmax_backward(grad, out, dim), a.dtype))]
+
+
+# ---- cross entropy ----
+
+
+log_softmax_forward = kernel("log_softmax", lambda a, dim: like(a), lambda a, dim: aten._log_softmax(a, dim, False))
+log_softmax_backward = kernel(
+    "log_softmax_backward",
+    lambda grad, out, dim: like(out),
+    lambda grad, out, dim: aten._log_softmax_backward_data(grad, out, dim, out.dtype),
+)
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as aten numbers them
+
+# scores are (classes,) or (n, classes); ``options`` are the weights of the classes, the reduction and the ignored label
+nll_loss_forward = kernel(
+    "nll_loss",
+    lambda scores, target, weight, reduction, ignore: (
+        like(scores, target.shape if reduction == REDUCTIONS["none"] else ()), like(scores, ()),
+    ),
+    aten.nll_loss_forward,
+)  # fmt: skip
+nll_loss_backward = kernel(
+    "nll_loss_backward", lambda grad, scores, target, *options: like(scores), aten.nll_loss_backward
+)
+
+
+def _loss_supported(
+    a: TensorProxy, target: TensorProxy, weight: TensorProxy | None, reduction: str, **others: Any
+) -> bool:
+    plain = not others["label_smoothing"] and others["size_average"] is None and others["reduce"] is None
+    labels = target.dtype in (dtypes.int64, dtypes.uint8) and target.ndim < a.ndim <= 2
+    return plain and labels and reduction in REDUCTIONS and is_floating(a, weight)
+
+
+@implements(ltorch.cross_entropy, supported=_loss_supported, fusible=False)
+def cross_entropy(
+    a: TensorProxy,
+    target: TensorProxy,
+    weight: TensorProxy | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Differentiated:
+    dim, options = a.ndim - 1, (weight, REDUCTIONS[reduction], ignore_index)
+    scores = log_softmax_forward(a, dim)
+    loss, total = nll_loss_forward(scores, target, *options)
+
+    def gradients(grad: TensorProxy) -> Gradients:
+        of_scores = nll_loss_backward(grad, scores, target, *options, total)
+        return [(a, log_softmax_backward(of_scores, scores, dim))]
+
+    return loss, gradients

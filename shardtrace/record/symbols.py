@@ -112,6 +112,8 @@ def check_as_eager(
     name = name_of(function).strip("_")
     if name in AS_SYMBOLS or (name == "dropout" and (repeated or not cuda)):
         return
+    if name == "rms_norm" and cuda:
+        return
     if name == "scaled_dot_product_attention" and (repeated if _drops(*args, **kwargs) else cuda):
         return
     if not fuses or name in LIBRARY:
@@ -149,7 +151,7 @@ def is_method(function: Callable[..., Any]) -> bool:
     return name == "__get__" or found is function or getattr(function, "__objclass__", None) in torch.Tensor.__mro__
 
 
-GIVES_BOOL = frozenset("eq ne lt le gt ge logical_not logical_and logical_or".split())
+GIVES_BOOL = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or"])
 
 
 def out_of_place(

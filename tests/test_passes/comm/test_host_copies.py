@@ -72,22 +72,22 @@ return {'output': (t15,), 'flat_args': [x, t_blocks_0_bias, t_blocks_0_weight, t
         communication(backward),
         """\
 bw_ft4 = all_gather((t_blocks_2_weight, t_blocks_2_bias), b_blocks_2)
-bw_ft8 = all_gather((t_blocks_1_weight, t_blocks_1_bias), b_blocks_1)
-(bw_t9, bw_t10) = wait_all_gather(bw_ft4, b_blocks_2)
-ft14 = reduce_scatter((t12, t13), b_blocks_2)
-(bw_t16, bw_t17) = wait_all_gather(bw_ft8, b_blocks_1)
-ft21 = reduce_scatter((t19, t20), b_blocks_1)
-(t25, t26) = wait_reduce_scatter(ft14, b_blocks_2)
-ft27 = offload((t25, t26), b_blocks_2)
-ft28 = reduce_scatter((t23, t24), b_blocks_0)
-(t29, t30) = wait_reduce_scatter(ft21, b_blocks_1)
-ft31 = offload((t29, t30), b_blocks_1)
-(t32, t33) = wait_reduce_scatter(ft28, b_blocks_0)
-ft34 = offload((t32, t33), b_blocks_0)
-(t35, t36) = wait_offload(ft27, b_blocks_2)
-(t37, t38) = wait_offload(ft31, b_blocks_1)
-(t39, t40) = wait_offload(ft34, b_blocks_0)
-return (None, t40, t39, t38, t37, t36, t35)""",
+bw_ft7 = all_gather((t_blocks_1_weight, t_blocks_1_bias), b_blocks_1)
+(bw_t8, bw_t9) = wait_all_gather(bw_ft4, b_blocks_2)
+ft15 = reduce_scatter((t12, t14), b_blocks_2)
+(bw_t17, bw_t18) = wait_all_gather(bw_ft7, b_blocks_1)
+ft24 = reduce_scatter((t21, t23), b_blocks_1)
+(t30, t31) = wait_reduce_scatter(ft15, b_blocks_2)
+ft32 = offload((t30, t31), b_blocks_2)
+ft33 = reduce_scatter((t27, t29), b_blocks_0)
+(t34, t35) = wait_reduce_scatter(ft24, b_blocks_1)
+ft36 = offload((t34, t35), b_blocks_1)
+(t37, t38) = wait_reduce_scatter(ft33, b_blocks_0)
+ft39 = offload((t37, t38), b_blocks_0)
+(t40, t41) = wait_offload(ft32, b_blocks_2)
+(t42, t43) = wait_offload(ft36, b_blocks_1)
+(t44, t45) = wait_offload(ft39, b_blocks_0)
+return (None, t45, t44, t43, t42, t41, t40)""",
     )
     assert {p.device.device_str() for p in backward.bound_symbols[-1].flat_proxy_args} == {"cpu"}
     assert {a.device.device_str() for b in backward.bound_symbols if b.sym.name == "offload" for a in b.args[0]} == {
@@ -103,14 +103,14 @@ def test_each_rank_copies_the_shards_that_it_reduces_over_replicas(fake_ranks):
         communication(stage(cmodel, "schedule", thunder.last_backward_traces)),
         """\
 bw_ft4 = all_gather((t_blocks_0_weight, t_blocks_0_bias, t_blocks_1_weight, t_blocks_1_bias, t_blocks_2_weight, t_blocks_2_bias), b_model)
-(bw_t8, bw_t9, bw_t10, bw_t11, bw_t12, bw_t13) = wait_all_gather(bw_ft4, b_model)
-ft24 = reduce_scatter((t22, t23, t19, t20, t15, t16), b_model)
-(t25, t26, t27, t28, t29, t30) = wait_reduce_scatter(ft24, b_model)
-ft31 = all_reduce((t25, t26, t27, t28, t29, t30), b_model_replicas)
-(t32, t33, t34, t35, t36, t37) = wait_all_reduce(ft31, b_model_replicas)
-ft38 = offload((t32, t33, t34, t35, t36, t37), b_model)
-(t39, t40, t41, t42, t43, t44) = wait_offload(ft38, b_model)
-return (None, t40, t39, t42, t41, t44, t43)""",
+(bw_t7, bw_t8, bw_t9, bw_t10, bw_t11, bw_t12) = wait_all_gather(bw_ft4, b_model)
+ft29 = reduce_scatter((t26, t28, t21, t23, t15, t17), b_model)
+(t30, t31, t32, t33, t34, t35) = wait_reduce_scatter(ft29, b_model)
+ft36 = all_reduce((t30, t31, t32, t33, t34, t35), b_model_replicas)
+(t37, t38, t39, t40, t41, t42) = wait_all_reduce(ft36, b_model_replicas)
+ft43 = offload((t37, t38, t39, t40, t41, t42), b_model)
+(t44, t45, t46, t47, t48, t49) = wait_offload(ft43, b_model)
+return (None, t45, t44, t47, t46, t49, t48)""",
     )
 
 

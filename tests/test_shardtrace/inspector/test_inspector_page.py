@@ -78,7 +78,7 @@ def test_modules(html):
 </span>
 <span>1.29 KiB</span>
 <span>660 B</span>
-<span>132</span>""",
+<span>120</span>""",
     )
     assert '0 … 2</a> <span class="times">&times;3</span>' in html
 
