@@ -1,10 +1,10 @@
 """Pass: what chosen blocks save for backward is kept in the memory of the host.
 
     x2, saved = Block_forward(x1, ...)
-    future = store((saved, x1), h_1_away)       forward: copied while the next block computes
-    stored = wait_store(future, h_1_away)       after the next block: saved for backward in place of the values
-    future = load(stored, h_1_away)             backward: ahead of the block before it
-    saved, x1 = wait_load(future, h_1_away)     ahead of Block_backward
+    future = store((saved, x1), away_h_1)       forward: copied while the next block computes
+    stored = wait_store(future, away_h_1)       after the next block: saved for backward in place of the values
+    future = load(stored, away_h_1)             backward: ahead of the block before it
+    saved, x1 = wait_load(future, away_h_1)     ahead of Block_backward
 
 What a block saves is its list, and those of its inputs that forward computes and that nothing reads after it. Gathered
 parameters stay, and so does what shares memory with inputs or results that stay. At most two blocks have their values
@@ -51,18 +51,20 @@ def offload_activations(trace: TraceCtx, *, trips: list[Trip]) -> TraceCtx:
     ``trips`` for backward.
     No-op when: no block that is a function is chosen.
     """
+    backwards = is_backward(trace)
+    if not backwards:
+        trips.clear()
+    if not (trips if backwards else any(ON_HOST in b.tags for b in trace.bound_symbols)):
+        return trace
     new = from_trace(trace)
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
-    if is_backward(trace):
-        if not trips:
-            return trace
+    if backwards:
         parts = next(b.output for b in lines if _unpacks(b, "saved_for_backward"))
         saved = [p for part in parts for b in lines if _unpacks(b, part.name) for p in b.output]
         new.bound_symbols = given(
             loaded(lines, trips, new), [*_without(saved, trips), *(trip.copies for trip in trips)]
         )
         return del_last_used(new, clear_mutable_collections=True)
-    trips.clear()
     if (saving := Saving.of(trace)) is None:
         return trace
     lines, found = stored(lines, saving.only_saved, unsharded_values(trace), new)
@@ -158,9 +160,10 @@ def _trip(
     if not memory.bytes:
         return None
     device = next(o.device for o in bsym.output if isinstance(o, TensorProxy))
-    host = hosts.setdefault(device, HostMemory(to_torch_device(device)))
+    if device not in hosts:  # each has streams of its own
+        hosts[device] = HostMemory(to_torch_device(device))
     moves: list[bool | Sequence[bool]] = [*(memory.own for _ in lists), *(True for _ in leaving)]
-    away = Away(called_module(bsym) or part.name, host, moves, memory.bytes, values)
+    away = Away(called_module(bsym) or part.name, hosts[device], moves, memory.bytes, values)
     new.push_scope([])
     with tracectx(new):
         copies = STORE(values, away)

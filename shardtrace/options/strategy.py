@@ -264,12 +264,7 @@ def eager_modules(model: nn.Module, chosen: Eager) -> list[nn.Module]:
 
 Checkpointed = int | str | type[nn.Module] | Collection[type[nn.Module]] | Mapping[str, str] | Callable[..., Any] | None
 RECOMPUTED = ("full", "cheap")  # what a block recomputes: all of its activations, or those that are cheap to compute
-WAYS = (
-    *RECOMPUTED,
-    "host",
-    "cheap+host",
-    "full+host",
-)  # or keeps in host memory
+WAYS = (*RECOMPUTED, "host", "cheap+host", "full+host")  # and whether what it saves is in host memory
 Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
 
 
