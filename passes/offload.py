@@ -175,10 +175,10 @@ def loaded(backward: Sequence[BoundSymbol], trips: Sequence[Trip], new: TraceCtx
     ahead: dict[int, list[BoundSymbol]] = {}
     swap: dict[Variable, Proxy] = {}
     calls = [i for i, b in enumerate(backward) if block_function(b) is not None]
+    reads = ((a.name, i) for i, b in enumerate(backward) if not is_unpack(b) for a in b.flat_proxy_args)
+    first = dict(reversed([*reads]))
     for trip in trips:
-        gone = names(trip.values)
-        reads = (i for i, b in enumerate(backward) if not is_unpack(b) and gone & names(b.flat_proxy_args))
-        if (use := next(reads, None)) is None:
+        if (use := min((first[v.name] for v in trip.values if v.name in first), default=None)) is None:
             continue
         new.push_scope([])
         with tracectx(new):

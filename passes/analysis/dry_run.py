@@ -12,14 +12,15 @@ Remembers what lines of a trace do with memory, for further lines that do the sa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from passes.analysis.flops import is_library_call
 from passes.analysis.recognise import TRIP_WAITS, TRIPS, identity, is_foreign, properties
-from passes.comm.activations import Away
+from passes.comm.activations import Away, Lies, Rows
 from passes.comm.sequence import Part
 from passes.comm.symbols import Property
 from passes.compat.jit import function_of
@@ -38,19 +39,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class _Layout(NamedTuple):
-    """How a tensor lies in the memory with this number."""
+class Memory:
+    """A storage, of which only the size is known."""
 
-    storage: int
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, which is a :class:`Memory` or its number."""
+
+    memory: Any
     offset: int
-    shape: torch.Size
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Outcome(NamedTuple):
-    """A :class:`Result` with layouts in place of tensors, in order of the outputs. The first storages are those of the
-    inputs; ``made`` are the bytes of the others."""
+    """A :class:`Result`, in order of the outputs. Memory is numbered, that of the inputs first; ``made`` are the bytes
+    of the rest."""
 
     outputs: Sequence[Any]
     made: Sequence[int]
@@ -61,46 +71,13 @@ class _Unknown(Exception):
     """A value that cannot be made again."""
 
 
-class _Storages:
-    """Storages of meta tensors, numbered in the order in which they are met."""
-
-    def __init__(self) -> None:
-        self.all: list[torch.UntypedStorage] = []
-        self._numbers: dict[int, int] = {}
-
-    def layout(self, value: torch.Tensor) -> _Layout:
-        storage = value.untyped_storage()
-        number = self._numbers.setdefault(storage_key(storage), len(self.all))
-        if number == len(self.all):
-            self.all.append(storage)
-        return _Layout(number, int(value.storage_offset()), value.shape, value.stride(), value.dtype)
-
-    def tensor(self, layout: _Layout) -> torch.Tensor:
-        empty = torch.empty(0, dtype=layout.dtype, device="meta")
-        source: Any = self.all[layout.storage]
-        return empty.set_(source, layout.offset, layout.shape, layout.strides)
-
-    def layouts(self, value: Any) -> Any:
-        """A tensor, or what a collective returned as its future, with layouts in place of tensors.
-
-        Raises:
-            _Unknown: if it holds anything else, which the future of a user's wire may.
-        """
-        if isinstance(value, torch.Tensor):
-            return self.layout(value)
-        if value is None or value is DONE or (isinstance(value, list) and _is_done(value)):
-            return value
-        if isinstance(value, tuple | list):
-            return _like(value, map(self.layouts, value))
-        raise _Unknown
-
-    def tensors(self, layouts: Any) -> Any:
-        """The reverse of :meth:`layouts`."""
-        if isinstance(layouts, _Layout):
-            return self.tensor(layouts)
-        if not isinstance(layouts, tuple | list) or _is_done(layouts):
-            return layouts
-        return _like(layouts, map(self.tensors, layouts))
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A value, or what a collective returned as its future, with ``leaf`` of what it holds."""
+    if type(value) is Layout or type(value) is Lies:
+        return leaf(value)
+    if isinstance(value, tuple | list):
+        return value if isinstance(value, list) and _is_done(value) else _like(value, [_mapped(v, leaf) for v in value])
+    return value if value is None or value is DONE else leaf(value)
 
 
 def _like(value: Any, parts: Any) -> Any:
@@ -108,17 +85,36 @@ def _like(value: Any, parts: Any) -> Any:
 
 
 def _frozen(layouts: Any) -> Hashable:
-    if isinstance(layouts, list) and _is_done(layouts):
-        return len(layouts)
-    if isinstance(layouts, tuple | list) and not isinstance(layouts, _Layout):
-        return tuple(map(_frozen, layouts))
+    if type(layouts) is Layout or type(layouts) is Lies:
+        return layouts
+    if isinstance(layouts, tuple | list):
+        return len(layouts) if isinstance(layouts, list) and _is_done(layouts) else tuple(map(_frozen, layouts))
     known: Hashable = layouts
     return known
 
 
-def _is_done(values: tuple[Any, ...] | list[Any]) -> bool:
+def _is_done(values: list[Any]) -> bool:
     """True for the messages of a collective, of which there may be thousands."""
-    return values.count(DONE) == len(values)
+    return not values or (values[0] is DONE and values.count(DONE) == len(values))
+
+
+class _Numbers(dict[Memory, int]):
+    """Memory, numbered in the order in which it is met."""
+
+    def of(self, value: Any) -> Any:
+        """A value with numbers in place of memory.
+
+        Raises:
+            _Unknown: if it holds anything but layouts and copies on the host. The future of a user's wire may.
+        """
+        return _mapped(value, self._leaf)
+
+    def _leaf(self, value: Any) -> Any:
+        if type(value) is Layout:
+            return Layout(self.setdefault(value.memory, len(self)), *value[1:])
+        if isinstance(value, Rows | Lies):
+            return value
+        raise _Unknown
 
 
 def rehearse(
@@ -136,30 +132,31 @@ def rehearse(
         inputs: the values that are read, by name.
         outputs: the names of the values that are made.
     """
-    known = _Storages()
+    known = _Numbers()
     try:
-        layouts = tuple(map(known.layouts, inputs.values()))
-        key = what, _frozen(layouts), tuple(s.nbytes() for s in known.all)
+        layouts = tuple(map(known.of, inputs.values()))
+        key = what, _frozen(layouts), tuple(m.nbytes for m in known)
         if key not in facts:
-            facts[key] = _outcome(inputs, outputs, run())
+            facts[key] = _outcome(known, outputs, run())
     except _Unknown:
         return run()
     outcome: _Outcome = facts[key]
-    known.all += [torch.UntypedStorage(nbytes, device="meta") for nbytes in outcome.made]
-    made: Values = dict(zip(outputs, map(known.tensors, outcome.outputs), strict=True))
-    return Result(made, outcome.temporary)
+    memory = [*known][: len(key[2])] + [Memory(nbytes) for nbytes in outcome.made]
+
+    def lay(value: Any) -> Any:
+        return Layout(memory[value.memory], *value[1:]) if type(value) is Layout else value
+
+    made = [_mapped(o, lay) for o in outcome.outputs]
+    return Result(dict(zip(outputs, made, strict=True)), outcome.temporary)
 
 
-def _outcome(inputs: Mapping[str, Any], outputs: Sequence[str], result: Result) -> _Outcome:
-    known = _Storages()
-    for value in inputs.values():
-        known.layouts(value)
-    given = len(known.all)
-    made = [known.layouts(result.outputs[name]) for name in outputs]
-    return _Outcome(made, [s.nbytes() for s in known.all[given:]], result.temporary)
+def _outcome(known: _Numbers, outputs: Sequence[str], result: Result) -> _Outcome:
+    given = len(known)
+    made = [known.of(result.outputs[name]) for name in outputs]
+    return _Outcome(made, [m.nbytes for m in [*known][given:]], result.temporary)
 
 
-Values = dict[str, Any]  # by name: a meta tensor, what a collective returned as its future, or a list that is saved
+Values = dict[str, Any]  # by name: a layout, what a collective returned as its future, or a list that is saved
 
 
 class Result(NamedTuple):
@@ -175,6 +172,47 @@ def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
     A fusion is not run: its views are known and its temporaries are estimated. If a line cannot run on meta tensors,
     its outputs are taken to be contiguous and to share no memory.
     """
+    storages = _MetaStorages()
+    found = _on_meta(bsym, {name: _mapped(value, storages.tensor) for name, value in values.items()})
+    return found._replace(outputs={name: storages.layouts(value) for name, value in found.outputs.items()})
+
+
+def layouts(value: Any) -> Any:
+    """Meta tensors, as layouts in memory of their own."""
+    return _MetaStorages().layouts(value)
+
+
+class _MetaStorages:
+    """Storages of meta tensors, and the memory that they stand for."""
+
+    def __init__(self) -> None:
+        self._storages: dict[Memory, torch.UntypedStorage] = {}
+        self._memory: dict[int, tuple[Memory, torch.UntypedStorage]] = {}  # a storage that lives keeps its key
+
+    def tensor(self, layout: Any) -> Any:
+        """A meta tensor that lies so. What is no layout stays as it is."""
+        if type(layout) is not Layout:
+            return layout
+        storage = self._storages.get(layout.memory)
+        if storage is None:
+            storage = self._storages[layout.memory] = torch.UntypedStorage(layout.memory.nbytes, device="meta")
+            self._memory[storage_key(storage)] = layout.memory, storage
+        empty, source = torch.empty(0, dtype=layout.dtype, device="meta"), cast(Any, storage)
+        return empty.set_(source, layout.offset, layout.shape, layout.strides)
+
+    def layouts(self, value: Any) -> Any:
+        return _mapped(value, self._layout)
+
+    def _layout(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        memory, _ = self._memory.setdefault(storage_key(storage), (Memory(storage.nbytes()), storage))
+        return Layout(memory, int(value.storage_offset()), tuple(value.shape), value.stride(), value.dtype)
+
+
+def _on_meta(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
+    """The result of a line on meta tensors, as such."""
     if bsym.sym.is_fusion:
         return _run_fusion(bsym, values)
     if bsym.sym.id in TRIPS or bsym.sym.id in TRIP_WAITS:  # allocate nothing but what they return
@@ -192,7 +230,7 @@ def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
             outputs = None
         if outputs is not None:
             return Result(outputs, meter.peak - meter.live())
-    return Result({o.name: blank(o) for o in _outputs(bsym)} | _lists(bsym), 0)
+    return Result({o.name: _blank(o) for o in _outputs(bsym)} | _lists(bsym), 0)
 
 
 def _lists(bsym: BoundSymbol) -> Values:
@@ -218,23 +256,50 @@ def _with_graph(bsym: BoundSymbol, args: Sequence[Any]) -> Sequence[Any]:
     return saved, *others
 
 
-def blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:
+def blank(
+    proxy: TensorProxy | FutureTensorProxy,
+    memory: Memory | None = None,
+    offset: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Layout:
+    """A contiguous value like ``proxy``, in memory of its own or at an offset (in elements) of ``memory``."""
+    shape, dtype = tuple(map(int, proxy.shape)), dtype or dtypes.to_torch_dtype(proxy.dtype)
+    numel, strides = _contiguous(shape)
+    return Layout(memory or Memory(numel * dtype.itemsize), offset, shape, strides, dtype)
+
+
+@functools.cache
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The number of elements and the strides of a contiguous tensor."""
+    empty = torch.empty(shape, device="meta")
+    return empty.numel(), empty.stride()
+
+
+def _blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:
     """A contiguous meta tensor like ``proxy``."""
-    shape = tuple(int(s) for s in proxy.shape)
-    return torch.empty(shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device="meta")
+    return torch.empty(tuple(map(int, proxy.shape)), dtype=dtypes.to_torch_dtype(proxy.dtype), device="meta")
 
 
 HOLDERS = (torch.Tensor, tuple, list)
 
 
-def storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor, or of all tensors in a future."""
+def memory_of(value: Any) -> Iterator[Memory]:
+    """The memory of a value, or of all that a future holds."""
+    if type(value) is Layout:
+        yield value.memory
+    elif isinstance(value, tuple | list) and type(value) is not Lies and not _is_of_works(value):
+        for part in value:
+            yield from memory_of(part)
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of a meta tensor, or of all those in a future."""
     if isinstance(value, torch.Tensor):
         yield value.untyped_storage()
     elif isinstance(value, HOLDERS) and not _is_of_works(value):
         for part in value:
             if isinstance(part, HOLDERS):
-                yield from storages(part)
+                yield from _storages(part)
 
 
 def _is_of_works(value: Any) -> bool:
@@ -252,7 +317,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Any]) -> None:
         super().__init__()
-        self.seen = {storage_key(s) for value in known for s in storages(value)}
+        self.seen = {storage_key(s) for value in known for s in _storages(value)}
         self.new: list[tuple[StorageWeakRef, int]] = []  # the weak reference keeps the key from being used again
         self.peak = 0
 
@@ -261,7 +326,7 @@ class _Meter(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         result = (fake_kernel(func, args) or func)(*args, **kwargs)
-        for storage in storages(result):
+        for storage in _storages(result):
             if storage_key(storage) not in self.seen:
                 self.seen.add(storage_key(storage))
                 self.new.append((StorageWeakRef(storage), storage.nbytes()))
@@ -409,8 +474,8 @@ def _run_fusion(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
     local, parts = dict(values), list(_prims(bsym))
     for part in parts:
         _run_part(part, local)
-    outputs = {o.name: local[o.name] if o.name in local else blank(o) for o in _outputs(bsym)}
-    given = {storage_key(s) for value in values.values() for s in storages(value)}
+    outputs = {o.name: local[o.name] if o.name in local else _blank(o) for o in _outputs(bsym)}
+    given = {storage_key(s) for value in values.values() for s in _storages(value)}
     return Result(outputs, _temporary(parts, local, set(map(_key, outputs.values())), given))
 
 
@@ -429,7 +494,7 @@ def _run_part(bsym: BoundSymbol, local: Values) -> None:
         if view is not None:
             local[o.name] = view(*_concrete(bsym.args, local), **_concrete(bsym.kwargs, local))
         elif o.name not in local:
-            local[o.name] = blank(o)
+            local[o.name] = _blank(o)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -11,12 +11,25 @@ It also lists the collectives of a trace, as plain rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from passes.analysis.calls import BlockFunction, block_function
-from passes.analysis.dry_run import Result, Values, blank, dry_run, rehearse, silent, storage_key, storages, wire_state
+from passes.analysis.dry_run import (
+    Layout,
+    Memory,
+    Result,
+    Values,
+    blank,
+    dry_run,
+    layouts,
+    memory_of,
+    rehearse,
+    silent,
+    wire_state,
+)
 from passes.analysis.recognise import (
     GATHER_WAITS,
     GATHERS,
@@ -36,6 +49,7 @@ from passes.analysis.recognise import (
     is_unpack,
     is_wait,
     names,
+    nbytes,
     part_at,
     unsharded_values,
 )
@@ -44,7 +58,6 @@ from passes.comm.symbols import ALL_GATHER, accumulate, accumulated
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
-import torch
 from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
@@ -180,7 +193,7 @@ def step_liveness(
     of the step before. ``facts``: filled with what collectives and calls of torch do with memory, and read for
     other steps of the same model. Default: only for this step.
     """
-    sums = sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0
+    sums = sum(m.nbytes for v in _sums(backward).values() for m in memory_of(v)) if backward is not None else 0
     memory = _Memory(persistent + sums, facts)
     before = memory.run(forward)
     if backward is None:
@@ -193,10 +206,10 @@ class _Memory:
 
     def __init__(self, persistent: int = 0, facts: dict[Any, Any] | None = None) -> None:
         self.persistent = persistent
-        self.values: Values = {}  # what each name is, on the meta device
-        self.keys_of: dict[str, set[int]] = {}  # the storages that each name holds
-        self.holders: dict[int, int] = {}  # how many names hold a storage
-        self.buffer_of: dict[int, Buffer] = {}  # the present role of each storage
+        self.values: Values = {}  # what each name is
+        self.held: dict[str, set[Memory]] = {}  # by each name
+        self.holders: dict[Memory, int] = {}  # how many names hold it
+        self.buffer_of: dict[Memory, Buffer] = {}  # its present role
         self.buffers: list[Buffer] = []
         self.on_host: set[str] = set()  # values that take no memory of the device
         self.copies: set[str] = set()  # gradients on the host, which are not held at all
@@ -231,7 +244,7 @@ class _Memory:
         """The memory that is alive when ``forward`` has returned, with which its backward starts."""
         then = _Memory(persistent, self.facts)
         then.on_host = self.on_host
-        kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
+        kinds = {memory: buffer.kind for memory, buffer in self.buffer_of.items()}
         by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
         by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
         for name, old in [*by_caller, *((p.name, p.name) for p in _saved(forward))]:
@@ -273,6 +286,9 @@ class _Memory:
         what: Hashable
         if is_collective(bsym):
             what = bsym.sym.id, _work_of(bucket_of(bsym))
+        elif is_trip(bsym) or bsym.sym.id in TRIP_WAITS:
+            away = bsym.args[1]
+            what = bsym.sym.id, away.moves, away.nbytes
         elif isinstance(bsym.sym.id, Line):
             numbers = {name: i for i, name in enumerate(arguments)}
             what = bsym.sym.id, tuple(numbers.get(a.name) for a in bsym.flat_proxy_args)
@@ -288,7 +304,7 @@ class _Memory:
         if part.saved:
             self._release(next(a.name for p, a in zip(part.trace.args, bsym.args, strict=True) if p.name == part.saved))
             values |= zip((o.name for o in _unpacked(part)), values.pop(part.saved), strict=True)
-        by_caller = frozenset(n for n, v in values.items() if any(storage_key(s) in self.holders for s in storages(v)))
+        by_caller = frozenset(n for n, v in values.items() if any(m in self.holders for m in memory_of(v)))
         results, temporary = rehearse(
             part.facts, by_caller, values, _returned(part), lambda: _run_function(part, values, by_caller)
         )
@@ -303,54 +319,54 @@ class _Memory:
     def _name_inside(self, holder: str, values: Values) -> None:
         """Tells what the buffers of ``holder``, a list, are."""
         for name, value in values.items():
-            for key in map(storage_key, storages(value)):
-                buffer = self.buffer_of.get(key)
+            for memory in memory_of(value):
+                buffer = self.buffer_of.get(memory)
                 if buffer is not None and buffer.name == holder and not buffer.inner:
                     buffer.inner = name
 
-    def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
-        """Makes ``name`` hold ``value`` and nothing else. Storages that no name held before come into being."""
-        before = self.keys_of.get(name, set())
+    def _hold(self, name: str, value: Any, kind: Kind | Mapping[Memory, Kind], *, born: int | None = None) -> None:
+        """Makes ``name`` hold ``value`` and nothing else. Memory that no name held before comes into being."""
+        before = self.held.get(name, set())
         on_device = name.removeprefix(CALLER) not in self.on_host
-        sizes = {storage_key(s): s.nbytes() for s in storages(value)} if on_device else {}
-        self.values[name], self.keys_of[name] = value, set(sizes)
-        for key in sizes:
-            if key in before:
+        now = dict.fromkeys(memory_of(value)) if on_device else {}
+        self.values[name], self.held[name] = value, set(now)
+        for memory in now:
+            if memory in before:
                 continue
-            if key not in self.buffer_of:
-                role = kind if isinstance(kind, str) else kind[key]
+            if memory not in self.buffer_of:
+                role = kind if isinstance(kind, str) else kind[memory]
                 since = self.line if born is None else born
-                self._begin(key, Buffer(name.removeprefix(CALLER), role, sizes[key], since))
-            self.holders[key] = self.holders.get(key, 0) + 1
-        self._let_go(before - sizes.keys())
+                self._begin(memory, Buffer(name.removeprefix(CALLER), role, memory.nbytes, since))
+            self.holders[memory] = self.holders.get(memory, 0) + 1
+        self._let_go(before - now.keys())
 
     def _release(self, name: str) -> None:
-        keys = self.keys_of.pop(name, set())
+        held = self.held.pop(name, set())
         self.values.pop(name, None)
-        self._let_go(keys)
+        self._let_go(held)
 
-    def _let_go(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self.holders[key] -= 1
-            if not self.holders[key]:
-                del self.holders[key]
-                self.buffer_of.pop(key).freed = self.line
+    def _let_go(self, memories: Iterable[Memory]) -> None:
+        for memory in memories:
+            self.holders[memory] -= 1
+            if not self.holders[memory]:
+                del self.holders[memory]
+                self.buffer_of.pop(memory).freed = self.line
 
-    def _begin(self, key: int, buffer: Buffer) -> None:
-        self.buffer_of[key] = buffer
+    def _begin(self, memory: Memory, buffer: Buffer) -> None:
+        self.buffer_of[memory] = buffer
         self.buffers.append(buffer)
 
     def _assign(self, holders: Iterable[str], kind: Kind, *, of: Kind = "activations") -> None:
         """Gives memory of kind ``of`` that ``holders`` hold another kind: memory in flight from now on, any other since
         it came into being."""
         for name in holders:
-            for key in self.keys_of.get(name, ()):
-                buffer = self.buffer_of[key]
+            for memory in self.held.get(name, ()):
+                buffer = self.buffer_of[memory]
                 if buffer.kind != of:
                     continue
                 if of == "in_flight":
                     buffer.freed = self.line
-                    self._begin(key, Buffer(name, kind, buffer.bytes, self.line))
+                    self._begin(memory, Buffer(name, kind, buffer.bytes, self.line))
                 else:
                     buffer.kind = kind
 
@@ -383,12 +399,11 @@ def saved_memory(part: BlockFunction, free: Collection[str], saved: Collection[s
         outputs = part.trace.bound_symbols[-1].args[0]
         stays = [v for name, v in values.items() if name not in free]
         stays += [found[o.name] for o in outputs if not isinstance(o, list)]
-        there = {storage_key(s) for v in stays for s in storages(v)}
+        there = {m for v in stays for m in memory_of(v)}
         lists = [found[p.name] for o in outputs if isinstance(o, list) for p in o]
-        own = tuple(type(v) is torch.Tensor and storage_key(v.untyped_storage()) not in there for v in lists)
+        own = tuple(type(v) is Layout and v.memory not in there for v in lists)
         travel = [v for v, may in zip(lists, own, strict=True) if may] + [values[name] for name in saved]
-        sizes = {storage_key(s): s.nbytes() for v in travel for s in storages(v)}
-        part.facts[key] = SavedMemory(own, sum(sizes.values()))
+        part.facts[key] = SavedMemory(own, sum(m.nbytes for m in {m for v in travel for m in memory_of(v)}))
     known: SavedMemory = part.facts[key]
     return known
 
@@ -430,11 +445,10 @@ def _shards(trace: TraceCtx) -> Values:
     found: Values = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id == ALL_GATHER.issue.id:
-            tensors = [blank(a) for a in bsym.args[0]]
-            flat, begin = tensors[0].new_empty(sum(t.numel() for t in tensors)), 0
-            for a, t in zip(bsym.args[0], tensors, strict=True):
-                found[a.name] = flat.as_strided(t.shape, t.stride(), begin)
-                begin += t.numel()
+            flat, begin = Memory(nbytes(bsym.args[0])), 0
+            for a in bsym.args[0]:
+                found[a.name] = blank(a, flat, begin)
+                begin += math.prod(a.shape)
     return found
 
 
@@ -454,9 +468,9 @@ def _sums(trace: TraceCtx) -> Values:
         elif bsym.sym.id == accumulate.id:
             bucket = bucket_of(bsym)
             dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
-            found |= {f"{CALLER}sum of {g.name}": blank(g).to(dtype) for g in bsym.args[0]}
+            found |= {f"{CALLER}sum of {g.name}": blank(g, dtype=dtype) for g in bsym.args[0]}
         elif bsym.sym.id in REDUCTIONS:
-            errors = enumerate(wire_state(silent(bucket_of(bsym))))
+            errors = enumerate(layouts(wire_state(silent(bucket_of(bsym)))))
             found |= {f"{CALLER}error {i} of {bsym.output.name}": error for i, error in errors}
     return found
 
@@ -482,16 +496,18 @@ def _saved(trace: TraceCtx) -> tuple[Proxy, ...]:
 
 
 def _rows(buffers: list[Buffer], temporary: list[int], persistent: int) -> list[LineMemory]:
-    change = [dict.fromkeys(KINDS, 0) for _ in temporary]
+    change: list[dict[Kind, int]] = [{} for _ in temporary]
     for buffer in buffers:
-        change[buffer.born][buffer.kind] += buffer.bytes
+        born, kind = change[buffer.born], buffer.kind
+        born[kind] = born.get(kind, 0) + buffer.bytes
         if buffer.freed is not None:
-            change[buffer.freed][buffer.kind] -= buffer.bytes
-    rows, now, before = [], dict.fromkeys(KINDS, 0), persistent
+            freed = change[buffer.freed]
+            freed[kind] = freed.get(kind, 0) - buffer.bytes
+    rows, now, total = [], dict.fromkeys(KINDS, 0), persistent
     for line, changes in enumerate(change):
-        for kind, nbytes in changes.items():
-            now[kind] += nbytes
-        total = persistent + sum(now.values())
-        rows.append(LineMemory(line, max(before, total + temporary[line]), total, **now))
         before = total
+        for kind, added in changes.items():
+            now[kind] += added
+            total += added
+        rows.append(LineMemory(line, max(before, total + temporary[line]), total, *now.values()))
     return rows

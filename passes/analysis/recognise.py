@@ -17,6 +17,7 @@ Which module's forward asked for a line is told by a tag, which autodiff and low
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -431,7 +432,7 @@ def names(values: Any) -> set[str]:
 
 def nbytes(values: Iterable[Any]) -> int:
     """The bytes of the tensors among some proxies."""
-    return sum(p.numel * p.dtype.bytes for p in values if isinstance(p, TensorProxy))
+    return sum(math.prod(p.shape) * p.dtype.bytes for p in values if isinstance(p, TensorProxy))
 
 
 def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:

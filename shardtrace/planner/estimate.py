@@ -258,9 +258,9 @@ def _trained_words(forward: TraceCtx) -> tuple[int, int, int]:
     given = [a for a in forward.args if isinstance(a, TensorProxy) and a.name in read]
     trained = [a for a in given if a.requires_grad and ProxyTag.STATIC_MEMORY_LOCATION in a.tags]
     away = on_host(forward)
-    there = sum(a.numel * a.dtype.bytes for a in trained if a.name in away)
-    largest = max((a.numel * a.dtype.bytes for a in trained if a.name not in away), default=0)
-    return sum(a.numel * a.dtype.bytes for a in trained) // 4 - there // 4, there // 4, largest // 4
+    there = nbytes(a for a in trained if a.name in away)
+    largest = max((nbytes([a]) for a in trained if a.name not in away), default=0)
+    return nbytes(trained) // 4 - there // 4, there // 4, largest // 4
 
 
 # ---- the task ----

@@ -362,7 +362,10 @@ def _helps(search: Search, point: Point) -> Iterator[tuple[float, str]]:
         seconds = now.seconds - now.exposed
         yield seconds, f"faster links, or fewer bytes (allowed=): {duration(seconds)} a step or more"
     device = setting.cost.device
-    if "mp_policy" not in search.task.fixed and device.half_flops > 2 * device.flops:
+    products_in_fp32 = "mp_policy" not in search.task.fixed and any(
+        p.dim() > 1 and p.dtype == torch.float32 for p in search.task.model.parameters()
+    )
+    if products_in_fp32 and device.half_flops > 2 * device.flops:
         yield 0.0, f'mp_policy="bf16": products are {device.half_flops / device.flops:.0f} times as fast'
 
 

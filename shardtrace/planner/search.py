@@ -444,8 +444,8 @@ def on_host(variants: Mapping[str, Mapping[Call, Pair]]) -> dict[str, Mapping[Ca
 # ---- the search ----
 
 
-LEVELS = 16  # amounts of memory, up to that of the device or the most that any combination takes
-BEYOND = 3  # more of them, up to the latter
+LEVELS = 8  # amounts of memory that a step may use, beside the least: up to that of the device
+BEYOND = 3  # more of them, up to the most that any combination takes
 NOT_WORTH_IT = 0.01  # of a step's seconds
 WAITS = 0.05  # of a step's seconds: if compute waits longer for what other buckets would save, they are tried
 FEW = 8  # blocks that may have several buckets each
@@ -480,14 +480,15 @@ def explore(family: Family, rounding: Rounding = EXACT) -> None:
     recipes(family, rounding)
     if not (family.classes or family.buckets):
         return
-    program, memory = Program(family, rounding), family.task.setting.hardware.memory
-    levels = _levels(program.most, memory, few="offload_policy" in family.options or HOST in family.variants)
+    program = Program(family, rounding)
+    levels = _levels(family, program.most, few="offload_policy" in family.options or HOST in family.variants)
     for solved in filter(None, map(program.solve, levels)):
-        kept = family.allowed_kept(solved.kept)
+        kept, least = family.allowed_kept(solved.kept), math.inf
         for prefetch in family.prefetches if family.buckets else family.prefetches[:1]:
             found = family.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
-            if found.exposed < NOT_WORTH_IT * found.seconds:  # which is all that more of it could save
-                break
+            if found.exposed < NOT_WORTH_IT * found.seconds or found.seconds > (1 - NOT_WORTH_IT) * least:
+                break  # it could save no more, or saves nothing
+            least = found.seconds
 
 
 HALVINGS = 7
@@ -569,14 +570,15 @@ def recipes(family: Family, rounding: Rounding = EXACT) -> None:
             family.point(Candidate(family.name, recomputed, kept, prefetch, rounding), "by hand")
 
 
-def _levels(most: float, memory: float, *, few: bool = False) -> list[float]:
-    """Amounts of memory up to ``most``. They do not depend on the budget, so that budgets can be compared. ``few``:
-    half as many, up to that of the device, for steps that are slow, or need less."""
-    inside = min(most, memory)
-    if few:
-        return [float(level) for level in np.linspace(0.0, inside, LEVELS // 2)]
-    beyond = np.linspace(inside, most, BEYOND + 1)[1:] if most > inside else np.array([])
-    return [float(level) for level in (*np.linspace(0.0, inside, LEVELS), *beyond)]
+def _levels(family: Family, most: float, *, few: bool = False) -> list[float]:
+    """Amounts of memory for what blocks save, from 0 to ``most``: the more of them up to what the device has beside the
+    least step of those by hand. They do not depend on the budget, so that budgets can be compared. ``few``: half as many,
+    up to that of the device, for steps that are slow, or need less."""
+    room = family.task.setting.hardware.memory - min(p.estimate.peak for p in family.points)
+    inside = min(most, max(0.0, room))
+    levels = np.linspace(0.0, inside, LEVELS // 2 if few else LEVELS)
+    beyond = np.linspace(inside, most, BEYOND + 1)[1:] if not few and most > inside else np.array([])
+    return list(dict.fromkeys(map(float, (*levels, *beyond))))
 
 
 # ---- the families ----
