@@ -3,8 +3,10 @@
 import copy
 import json
 import re
+from dataclasses import replace
 
 import shardtrace
+from passes.plan.cost import hardware
 from shardtrace import CompilePolicy, MemoryBudget, MemoryBudgetError, TensorParallel
 from shardtrace.planner import contract
 from shardtrace.planner.planning import compiled_estimate
@@ -172,6 +174,18 @@ def test_nothing_fits(fake_ranks):
         'prefetch 0, 232 KiB more (memory="637.1KB" would fit). Smallest changes that would do: a batch of about 2 '
         'instead of 8. Other options that save memory: mp_policy="bf16"'
     )
+
+
+def test_a_gpu_keeps_activations_in_host_memory_where_nothing_else_fits(fake_ranks, predictions, monkeypatch):
+    fake_ranks(2)
+    with pytest.raises(MemoryBudgetError):
+        compiled("3.5MB", batch=64)
+    monkeypatch.setattr(contract, "hardware", lambda name: replace(hardware("cpu"), name="a GPU"))
+    function, line = compiled("3.5MB", batch=64)
+    assert "keeping in host memory" in line
+    [(expected, setting, _)] = predictions
+    assert expected.peak <= 3.5e6
+    assert compiled_estimate(function, setting) == expected
 
 
 def test_two_shapes_and_one_again(single_rank, capfd):
