@@ -152,9 +152,9 @@ class Estimate(NamedTuple):
     """A training step of one rank.
 
     ``seconds`` is the sum of ``forward``, ``backward`` and ``optimizer``, the first two of which include the
-    ``exposed`` seconds in which compute waits for communication. ``memory`` has the bytes at the peak by kind, and
-    ``peak`` is their sum; ``tensors`` are those that PyTorch would count. ``host``: bytes of parameters, gradients and
-    the optimizer in the memory of the host; ``away``: of activations there.
+    ``exposed`` seconds in which compute waits for communication, ``gathering`` of them for parameters. ``memory`` has
+    the bytes at the peak by kind, and ``peak`` is their sum; ``tensors`` are those that PyTorch would count. ``host``:
+    bytes of parameters, gradients and the optimizer in the memory of the host; ``away``: of activations there.
     """
 
     seconds: float
@@ -162,6 +162,7 @@ class Estimate(NamedTuple):
     backward: float
     optimizer: float
     exposed: float
+    gathering: float
     peak: int
     tensors: int
     memory: Mapping[str, int]
@@ -216,6 +217,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
         backward=count * (last - forward.end),
         optimizer=update,
         exposed=count * (forward.exposed + backward.exposed),
+        gathering=count * sum(span.exposed for part in (forward, backward) for span in part.spans if span.gathers),
         peak=tensors + sum(reserved.values()),
         tensors=tensors,
         memory=kinds | reserved,

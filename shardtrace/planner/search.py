@@ -444,7 +444,7 @@ def on_host(variants: Mapping[str, Mapping[Call, Pair]]) -> dict[str, Mapping[Ca
 # ---- the search ----
 
 
-LEVELS = 8  # amounts of memory that a step may use, beside the least: up to that of the device
+LEVELS = 12  # amounts of memory that a step may use, beside the least: up to that of the device
 BEYOND = 3  # more of them, up to the most that any combination takes
 NOT_WORTH_IT = 0.01  # of a step's seconds
 WAITS = 0.05  # of a step's seconds: if compute waits longer for what other buckets would save, they are tried
@@ -483,12 +483,7 @@ def explore(family: Family, rounding: Rounding = EXACT) -> None:
     program = Program(family, rounding)
     levels = _levels(family, program.most, few="offload_policy" in family.options or HOST in family.variants)
     for solved in filter(None, map(program.solve, levels)):
-        kept, least = family.allowed_kept(solved.kept), math.inf
-        for prefetch in family.prefetches if family.buckets else family.prefetches[:1]:
-            found = family.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
-            if found.exposed < NOT_WORTH_IT * found.seconds or found.seconds > (1 - NOT_WORTH_IT) * least:
-                break  # it could save no more, or saves nothing
-            least = found.seconds
+        prefetched(family, solved._replace(kept=family.allowed_kept(solved.kept)), math.inf)
 
 
 HALVINGS = 7
@@ -533,7 +528,7 @@ def prefetched(family: Family, candidate: Candidate, budget: float) -> Point:
     first, *others = (candidate._replace(prefetch=n) for n in family.prefetches)
     point = best = family.point(first)
     for more in others if family.buckets else ():
-        if best.estimate.exposed < NOT_WORTH_IT * best.estimate.seconds or best.estimate.peak > budget:
+        if best.estimate.gathering < NOT_WORTH_IT * best.estimate.seconds or best.estimate.peak > budget:
             break
         found = family.point(more)
         if found.estimate.seconds > (1 - NOT_WORTH_IT) * best.estimate.seconds:
