@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
-from passes.analysis.dims import Placed, TorchLine, follow, lead, resized
-from passes.plan.dims import canonical, known
+from passes.analysis.dims import Placed, TorchLine, follow, lead, name_of, resized
+from passes.plan.dims import known
 from passes.plan.dims.table import relation, tensors
 from passes.plan.plan import Split
 
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 LEAST = 2  # positions of a sequence of which both ranks have some
@@ -43,18 +42,13 @@ class Calls(TorchFunctionMode):
         self.made: list[Made] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _name(function)
+        name = name_of(function)
         if not known(name):
             return function(*args, **(kwargs or {}))
         kept = _copies((args, kwargs or {}))
         result = run(function, *_copies(kept))
         self.made.append(Made(function, TorchLine(name, *kept, tensors(kept), tensors(result))))
         return result
-
-
-@cache
-def _name(function: Any) -> str:
-    return canonical(resolve_name(function) or "")
 
 
 def _copies(values: Any) -> Any:
