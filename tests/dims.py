@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.dims import Placed, TorchLine, follow, lead, name_of, resized
@@ -61,6 +61,15 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if getattr(function, "__name__", "") == "__setitem__" else result
 
 
+def again(made: Made, operands: Sequence[torch.Tensor]) -> Any:
+    """The result of a call on other operands."""
+    given, line = iter(operands), made.line
+    args, kwargs = pytree.tree_map(
+        lambda t: next(given).clone() if isinstance(t, torch.Tensor) else t, (line.args, line.kwargs)
+    )
+    return run(made.function, args, kwargs)
+
+
 def calls_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Made]:
     with torch.no_grad(), Calls() as calls:
         function(*args, **kwargs)
@@ -115,11 +124,8 @@ def compare(made: Made, placed: Placed, *, values: bool) -> None:
     for rank in (0, 1):
         wanted = [part(t, s, rank) for t, s in zip(line.results, placed.results, strict=True)]
         args, kwargs = resized(line, [tuple(t.shape) for t in wanted])
-        given = iter([part(t, s, rank) for t, s in zip(line.operands, placed.operands, strict=True)])
-        args, kwargs = pytree.tree_map(
-            lambda t, given=given: next(given).clone() if isinstance(t, torch.Tensor) else t, (args, kwargs)
-        )
-        found.append(tensors(run(made.function, args, kwargs)))
+        given = [part(t, s, rank) for t, s in zip(line.operands, placed.operands, strict=True)]
+        found.append(tensors(again(Made(made.function, line._replace(args=args, kwargs=kwargs)), given)))
         if placed.combine is None:
             assert [t.shape for t in found[-1]] == [t.shape for t in wanted]
             assert not values or all(map(_close, found[-1], wanted))

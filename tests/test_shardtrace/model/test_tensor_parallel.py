@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from contexts import (
     Attention,
+    Mixture,
     Tokens,
     batch,
     compare_gradients,
@@ -140,6 +141,7 @@ OPTIONS = {
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "tied and frozen": {"build": Tied, "steps": 2},
     "one rank": {"shape": (2, 1)},
+    "experts": {"build": partial(Mixture, turns=True), "loss_of": inside, "optimizer": adamw, "compile_policy": LOSS},
 }
 
 
