@@ -250,13 +250,15 @@ class Splitter:
         return smaller or (len(readers) == 1 and self._shrinks(readers[0], {result.name}))
 
     def _is_linear(self, line: BoundSymbol, given: Set[str]) -> bool:
-        """Whether a line is linear in the values ``given``, of which its result has no more bytes."""
+        """Whether a line is linear in the values ``given``, which have no fewer bytes than its result."""
         call = self.torch_line(line) if not is_random(line) and not changes_values(line) else None
         if call is None or len(call.results) != 1 or any(self.is_split(o) for o in call.operands):
             return False
         (result,), numbers = call.results, [i for i, o in enumerate(call.operands) if o.name in given]
-        alike = all(o.dtype == result.dtype and o.numel >= result.numel for o in call.operands if o.name in given)
-        return alike and is_linear(call.name, len(call.operands), numbers)
+        operands = [call.operands[i] for i in numbers]
+        if any(o.dtype != result.dtype for o in operands) or sum(o.numel for o in operands) < result.numel:
+            return False
+        return is_linear(call.name, len(call.operands), numbers)
 
     def _waits(self, value: TensorProxy) -> bool:
         """Whether only one line reads a value, and is linear in it: its result may have fewer bytes, or be added to
