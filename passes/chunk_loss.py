@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from passes.analysis.calls import stops_gradients
-from passes.analysis.dims import TorchLine, torch_line
+from passes.analysis.dims import TorchLine, loss_arguments, of_each_dim, torch_line
 from passes.analysis.recognise import names
 from passes.kernels.losses import GIVEN, ChunkedLoss, Step
 from passes.kernels.torch_call import call_of
 from passes.plan.dims.reductions import RESHAPES
 from passes.plan.dims.views import is_full
-from passes.sequence import Writer, loss_arguments, of_each_dim, writing
+from passes.writer import Writer, writing
 
 import thunder.torch as ltorch
 import torch

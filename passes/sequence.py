@@ -1,25 +1,28 @@
-"""Rewrites a computation for parts of sequences or parameters: values, lines, blocks, and what a model returns.
-
-Lines are written on other operands with the names, tags and sources of the recorded ones. What a gather needs comes
-first among them, so that other lines compute while it is under way.
-"""
+"""Rewrites a computation for parts of sequences or parameters: values, lines, blocks, and what a model returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import Block, block_of, differentiated, unique_name
-from passes.analysis.dims import Placed, TorchLine, follow, lead, product_of, resized, torch_line
-from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, part_at, properties
+from passes.analysis.calls import Block, block_of, unique_name
+from passes.analysis.dims import Placed, TorchLine, follow, lead, product_of, torch_line
+from passes.analysis.recognise import (
+    changes_values,
+    is_random,
+    is_return,
+    is_unpack,
+    names,
+    part_at,
+    properties,
+    readers_of,
+)
 from passes.comm.sequence import (
     NOT_SPLIT,
     Part,
     cut,
-    exchange_heads,
     gather_output,
     gather_parts,
     scatter_parts,
@@ -27,225 +30,17 @@ from passes.comm.sequence import (
     to_output,
 )
 from passes.comm.symbols import Property
-from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed, symbols_of_torch
-from passes.compat.versions import Fakes
-from passes.kernels.aten import Meta
-from passes.kernels.torch_call import TorchCall, call_of
-from passes.kernels.torch_call import executor as torch_calls
 from passes.plan import Axis
-from passes.plan.dims import views
+from passes.plan.dims import is_linear
 from passes.plan.plan import ContextPlan, Split
+from passes.writer import Writer, place
 
-import torch
 from thunder import torch as ltorch
 from thunder.core import dtypes
-from thunder.core.devices import to_torch_device
-from thunder.core.langctxs import Languages, langctx
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
-from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace import TraceCtx, from_trace, tracectx
-from thunder.core.transforms import is_constant_for_vjp
-from torch.utils import _pytree as pytree
-
-# ---- lines on other operands ----
-
-
-def gathers_first(lines: Iterable[BoundSymbol]) -> list[BoundSymbol]:
-    """The lines with each gather or exchange as early as possible. A line moves behind a gather only if it does not
-    follow the first use of what was gathered, so that values live little longer: queries are computed after keys and
-    values."""
-    placed: list[BoundSymbol] = []
-    waiting: list[BoundSymbol] = []  # lines since the last use of a gathered value
-    gathered: set[str] = set()
-    for bsym in lines:
-        if bsym.sym.id in (gather_parts.id, exchange_heads.id):
-            needed = _needed(waiting, names(bsym.flat_proxy_args))
-            placed += [*needed, bsym]
-            taken = set(map(id, needed))
-            waiting = [b for b in waiting if id(b) not in taken]
-            gathered |= names(bsym.flat_proxy_outs)
-            continue
-        waiting.append(bsym)
-        fixed = is_unpack(bsym) or is_return(bsym) or changes_values(bsym)
-        if fixed or not gathered.isdisjoint(names(bsym.flat_proxy_args)):
-            placed += waiting
-            waiting = []
-    return placed + waiting
-
-
-def _needed(lines: Sequence[BoundSymbol], wanted: set[str]) -> list[BoundSymbol]:
-    """The lines that compute the values ``wanted``."""
-    found = []
-    for bsym in reversed(lines):
-        if not wanted.isdisjoint(names(bsym.flat_proxy_outs)):
-            found.append(bsym)
-            wanted = wanted | names(bsym.flat_proxy_args)
-    return found[::-1]
-
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """Around what writes lines of a recorded computation again, before autodiff. Casts are lines already, and detached
-    values are marked, whatever the modes in which tracing has ended."""
-    data, _ = compile_data_and_stats()
-    torch_calls.join(data)
-    enabled, data.is_grad_enabled = data.is_grad_enabled, True
-    try:
-        with exempt_from_autocast(data), langctx(Languages.TORCH):
-            yield
-    finally:
-        data.is_grad_enabled = enabled
-
-
-class Writer:
-    """A new computation, which begins without lines.
-
-    Args:
-        old: the recorded computation.
-        inputs: the names of its inputs that need a gradient; None: those that are marked.
-    """
-
-    def __init__(self, old: TraceCtx, inputs: set[str] | None = None) -> None:
-        self.trace = from_trace(old)
-        self.taken: set[str] = set()  # names of the recorded computation that new values have
-        self._named: dict[Variable, TensorProxy] = {}  # by new value: the one of that name
-        self._differentiated = differentiated(old, inputs)
-
-    def emit(self, line: BoundSymbol | None, write: Callable[[], Any]) -> list[TensorProxy]:
-        """Adds the lines that ``write`` makes, with the tags and the source of ``line``. Returns its results, which are
-        detached if those of ``line`` are."""
-        self.trace.push_scope([])
-        try:
-            with tracectx(self.trace):
-                result = write()
-        finally:
-            lines = self.trace.pop_scope()
-        for bsym in lines:
-            if line is not None:
-                bsym.tags |= line.tags
-                bsym.source_filename, bsym.source_positions = line.source_filename, line.source_positions
-        self.trace.bound_symbols += lines
-        results = [p for p in tree_flatten(result)[0] if isinstance(p, Proxy)]
-        if line is not None and any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in line.flat_proxy_outs):
-            for p in results:
-                p.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        return results
-
-    def swapped(self, line: BoundSymbol, swap: dict[Variable, Proxy]) -> BoundSymbol:
-        """Adds a line as it was recorded, on other operands. Its results keep their names unless these are taken."""
-        for o in line.flat_proxy_outs:
-            if o.name in self.taken and variableify(o) not in swap:
-                swap[variableify(o)] = renamed(o, self.trace.make_name())
-            self.taken.add(o.name)
-        new = line.from_bsym_swap_proxies(swap)
-        new.tags = set(line.tags)
-        self.trace.bound_symbols.append(new)
-        return new
-
-    def on_parts(
-        self, line: BoundSymbol, call: TorchLine, operands: Sequence[TensorProxy], shapes: Sequence[tuple[int, ...]]
-    ) -> list[TensorProxy]:
-        """Adds a line on other operands, with results of these shapes."""
-        args, kwargs = resized(call, shapes)
-        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
-        given = iter(operands)
-        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, TensorProxy) else x for x in flat], spec)
-        found = self.as_call(line, call, args, kwargs)
-        for new, shape in zip(found, shapes, strict=True):
-            if tuple(new.shape) != tuple(shape):
-                raise AssertionError(f"{call.name} of a part has shape {tuple(new.shape)}, not {shape}{place(line)}")
-        return found
-
-    def as_call(self, line: BoundSymbol, call: TorchLine, args: Any, kwargs: Any) -> list[TensorProxy]:
-        """Adds a call of the line's function with other arguments, but as many tensors."""
-        made = call_of(line.sym)
-        if made is None:
-            return self.emit(line, lambda: line.sym(*args, **kwargs))
-        return self.torch(line, made.function, args, kwargs, self.grads(line, call), like=made)
-
-    def torch(
-        self,
-        line: BoundSymbol,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        grads: Sequence[bool],
-        *,
-        like: TorchCall | None = None,
-        name: str = "",
-    ) -> list[TensorProxy]:
-        """Adds a line that calls torch's function, in the modes of the call ``like``. ``grads``: which of its tensors
-        need a gradient. ``name``: of the function in the trace, by default that of a part."""
-        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
-        places = [i for i, x in enumerate(flat) if isinstance(x, TensorProxy)]
-        operands = [flat[i] for i in places]
-        absent = _absent(operands)
-        inputs = [_meta(p, grad, absent) for p, grad in zip(operands, grads, strict=True)]
-        flat = [None if isinstance(x, TensorProxy) else x for x in flat]
-        options: dict[str, Any] = {"random": is_random(line)}
-        if like is not None:
-            options = {"random": like.random, "written": like.written, "autocast": like.autocast}
-        name = name or f"torch_{getattr(function, '__name__', 'call').strip('_')}_part"
-        call = TorchCall(
-            name=unique_name(self.trace, name), function=function, flat=flat, spec=spec, places=places,
-            inputs=inputs, results=(), absent=absent, **options,
-        )  # fmt: skip
-        with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):
-            call.results = [Meta.of(t) for t in call.call([m.empty().requires_grad_(m.grad) for m in inputs])]
-        if not call.results:  # the function returns its argument, if that lies as asked for
-            return self.emit(line, lambda: symbols_of_torch()[function](*args, **kwargs))
-        return self.emit(line, lambda: call.symbol(*operands))
-
-    def grads(self, line: BoundSymbol, call: TorchLine) -> list[bool]:
-        """Which operands of a line need a gradient."""
-        flows = not is_constant_for_vjp(line)
-        return [flows and self.has_gradient(o) for o in call.operands]
-
-    def has_gradient(self, proxy: TensorProxy) -> bool:
-        """Whether a value of the recorded computation has a gradient."""
-        return proxy.name in self._differentiated and dtypes.is_inexact_dtype(proxy.dtype)
-
-    def name(self, new: TensorProxy, old: TensorProxy) -> None:
-        """Gives a new value the name of the recorded one, if no other has it."""
-        if old.name not in self.taken:
-            self.taken.add(old.name)
-            self._named[variableify(new)] = renamed(new, old.name)
-
-    def finished(self) -> TraceCtx:
-        """The new computation."""
-        lines = gathers_first(self.trace.bound_symbols)
-        self.trace.bound_symbols = [b.from_bsym_swap_proxies(self._named) for b in lines]
-        return self.trace
-
-    def final(self, proxy: TensorProxy) -> TensorProxy:
-        """A value as it is called in the finished computation."""
-        return self._named.get(variableify(proxy), proxy)
-
-
-def place(line: BoundSymbol | None) -> str:
-    """The line of the user's program, in parentheses; empty if it is not known."""
-    if line is None or line.source_filename is None or line.source_positions is None:
-        return ""
-    return f" ({line.source_filename}:{line.source_positions.lineno})"
-
-
-def _is_proxy(value: Any) -> bool:
-    return isinstance(value, Proxy)
-
-
-def _absent(operands: Sequence[TensorProxy]) -> torch.device | None:
-    """The device of the step if torch sees none here. The CPU then stands for it."""
-    devices = (to_torch_device(p.device) for p in operands)
-    return next((d for d in devices if d.type == "cuda" and not torch.cuda.is_available()), None)
-
-
-def _meta(p: TensorProxy, grad: bool, absent: torch.device | None) -> Meta:
-    shape = tuple(p.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    device = to_torch_device(p.device) if absent is None else torch.device("cpu")
-    return Meta(shape, stride, dtypes.to_torch_dtype(p.dtype), device, grad)
-
+from thunder.core.trace import TraceCtx, tracectx
 
 # ---- the walk ----
 
@@ -269,14 +64,15 @@ class Rules(NamedTuple):
 class Value:
     """A value of the recorded computation: the line that makes it, and what the new one has of it.
 
-    ``is_split``: it was computed in parts. Else ``parts`` are computed from the whole, or instead of it. ``rows``: of
-    these, which follow from rows of the sum of a product.
+    ``pending``: what this rank adds to it, before ranks add it up. ``is_split``: it was computed in parts. Else
+    ``parts`` are computed from the whole, or instead of it. ``rows``: of these, which follow from rows of a sum.
     """
 
     proxy: TensorProxy
     line: BoundSymbol | None = None
     whole: TensorProxy | None = None
     parts: dict[Split, TensorProxy] = field(default_factory=dict)
+    pending: TensorProxy | None = None
     is_split: bool = False
     rows: bool = False
 
@@ -310,11 +106,15 @@ class Splitter:
         self._parts: dict[tuple[Split, int | None], Part] = {}
         self._gathered: set[str] = set()  # new values that come from other ranks, and copies of them
         self._torch_lines: dict[int, TorchLine | None] = {}
+        self._readers = readers_of(old.bound_symbols)
 
     def follow_lines(self) -> None:
         """Writes what the recorded lines compute, except for the inputs and the results."""
         for i, line in enumerate(self.old.bound_symbols):
-            if not is_unpack(line) and not is_return(line):
+            unread = names(line.flat_proxy_outs).isdisjoint(self._readers) and not is_random(line)
+            if is_unpack(line) or (unread and not is_return(line) and not changes_values(line)):
+                continue
+            if not self._of_pending(line) and not is_return(line):
                 self._line(line, i)
 
     # ---- lines ----
@@ -395,7 +195,13 @@ class Splitter:
                 self.know_part(old, split, new, native=native, rows=rows)
 
     def add_up(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None = None) -> None:
-        """Adds up what ranks have of a product's result, of which each gets its rows if they divide."""
+        """Adds up, now or later, what ranks have of a product's result, of which each gets its rows if they divide."""
+        if bias is None and self._waits(old):
+            self.values[old.name].pending = x
+        else:
+            self._total(line, old, x, bias)
+
+    def _total(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None) -> None:
         dims = range(old.ndim - 1) if self.rules.rows and (bias is None or bias.ndim == 1) else ()
         splits = (Split(d, 1, self.plan.ranks, old.shape[d] // self.plan.ranks) for d in dims)
         split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), None)
@@ -408,6 +214,65 @@ class Splitter:
         if split is None:
             return self.know_whole(old, found)
         self.know_part(old, split, found, rows=True)
+
+    # ---- sums that wait for smaller values ----
+
+    def _of_pending(self, line: BoundSymbol) -> bool:
+        """Writes a line on what ranks have to add up if it is linear. Else they do so, and the line is not written."""
+        args = [a for a in line.flat_proxy_args if a.name in self.values]
+        pending = {a.name: p for a in args if (p := self.values[a.name].pending) is not None}
+        linear = bool(pending) and self._is_linear(line, pending.keys())
+        if linear or (pending and self._shrinks(line, names(args))):
+            call = self.torch_line(line)
+            assert call is not None
+            share = self._share if not linear else self.whole
+            swap = {variableify(o): pending[o.name] if o.name in pending else share(o) for o in call.operands}
+            (result,) = call.results
+            self.values[result.name] = Value(result, line)
+            self.add_up(line, result, self.writer.swapped(line, swap).flat_proxy_outs[0])
+            return True
+        for name in pending:
+            self._settle(self.values[name])
+        return False
+
+    def _share(self, proxy: TensorProxy) -> TensorProxy:
+        """What each rank adds to a sum of ranks that is this value."""
+        whole, share = self.whole(proxy), 1.0 / self.plan.ranks
+        return self.writer.emit(self.values[proxy.name].line, lambda: ltorch.mul(whole, share))[0]
+
+    def _shrinks(self, line: BoundSymbol, given: Set[str]) -> bool:
+        """Whether a line is linear in the values ``given``, and lines on its result lead to one of fewer elements."""
+        if not self._is_linear(line, given):
+            return False
+        (result,) = line.flat_proxy_outs
+        readers = self._readers.get(result.name, [])
+        smaller = all(o.numel < p.numel for o in line.flat_proxy_outs for p in line.flat_proxy_args if p.name in given)
+        return smaller or (len(readers) == 1 and self._shrinks(readers[0], {result.name}))
+
+    def _is_linear(self, line: BoundSymbol, given: Set[str]) -> bool:
+        """Whether a line is linear in the values ``given``, which have no fewer bytes than its result."""
+        call = self.torch_line(line) if not is_random(line) and not changes_values(line) else None
+        if call is None or len(call.results) != 1 or any(self.is_split(o) for o in call.operands):
+            return False
+        (result,), numbers = call.results, [i for i, o in enumerate(call.operands) if o.name in given]
+        operands = [call.operands[i] for i in numbers]
+        if any(o.dtype != result.dtype for o in operands) or sum(o.numel for o in operands) < result.numel:
+            return False
+        return is_linear(call.name, len(call.operands), numbers)
+
+    def _waits(self, value: TensorProxy) -> bool:
+        """Whether only one line reads a value, and is linear in it: its result may have fewer bytes, or be added to
+        another sum."""
+        readers = self._readers.get(value.name, [])
+        if not self.rules.eager or len(readers) != 1:
+            return False
+        return any(self._is_linear(readers[0], given) for given in ({value.name}, names(readers[0].flat_proxy_args)))
+
+    def _settle(self, value: Value) -> None:
+        x, value.pending = value.pending, None
+        assert value.line is not None
+        assert x is not None
+        self._total(value.line, value.proxy, x, None)
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
@@ -509,9 +374,13 @@ class Splitter:
         self.writer.name(new, old)
 
     def whole(self, proxy: TensorProxy) -> TensorProxy:
-        """The whole of a value: as it is, computed again from whole operands if less has to be sent, or gathered."""
+        """The whole of a value: as it is, computed again from whole operands if less has to be sent, or gathered. Rows
+        are gathered before they are moved, so that all that only moves them needs one gather."""
         value = self.values[proxy.name]
-        if value.whole is None and value.line is not None and self.gather_cost(proxy) < value.bytes * value.is_split:
+        if value.pending is not None:
+            self._settle(value)
+        most = value.bytes * value.is_split + (value.rows and value.line is not None and self._moves(value.line))
+        if value.whole is None and value.line is not None and self.gather_cost(proxy) < most:
             self.as_whole(value.line)
         elif value.whole is None and not value.is_split:
             assert value.line is not None
@@ -588,55 +457,6 @@ class Splitter:
     def everywhere(self) -> Part:
         """For collectives of values that are not split."""
         return self.at(NOT_SPLIT)
-
-
-# ---- arguments of lines ----
-
-
-def attention_arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    **options: Any,
-) -> tuple[Any, ...]:
-    return query, key, value, attn_mask, dropout_p, is_causal, options
-
-
-def loss_arguments(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> tuple[Any, ...]:
-    return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-
-
-def is_plain_embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: Any = None,
-    max_norm: Any = None,
-    norm_type: Any = 2.0,
-    scale_grad_by_freq: Any = False,
-    sparse: Any = False,
-) -> bool:
-    """Whether an embedding with these arguments only takes rows, and its gradient only adds them up."""
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return False
-    return padding_idx is None or (isinstance(padding_idx, int) and padding_idx >= 0)
-
-
-def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """An index with a slice or a number for each dim; None if it is another one."""
-    each = views.of_each_dim(index, ndim)
-    return tuple(each) if all(type(i) in (slice, int) for i in each) else None
 
 
 # ---- blocks ----

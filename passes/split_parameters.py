@@ -34,25 +34,26 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_of
-from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_line, without_bias
-from passes.analysis.recognise import is_return, is_unpack
+from passes.analysis.dims import (
+    TorchLine,
+    follow,
+    is_plain_embedding,
+    lead,
+    loss_arguments,
+    product_of,
+    torch_line,
+    without_bias,
+)
+from passes.analysis.recognise import is_return, is_unpack, readers_of
 from passes.analysis.recognise import names as names_of
 from passes.comm.sequence import from_input, gather_output, gather_parts, scatter_parts, sum_parts
 from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import TracedParameters
+from passes.plan.dims import VIEWS
 from passes.plan.plan import Split
-from passes.sequence import (
-    Blocks,
-    Context,
-    Rules,
-    Splitter,
-    Value,
-    add_return,
-    is_plain_embedding,
-    loss_arguments,
-    writing,
-)
+from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return
+from passes.writer import writing
 
 import torch
 from thunder import torch as ltorch
@@ -195,6 +196,7 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 # ---- parts of a vocabulary ----
 
 EMBEDDING, LOSS = "nn.functional.embedding", "nn.functional.cross_entropy"
+LINEAR = "nn.functional.linear"
 
 
 def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine, *, tables: Collection[str]) -> bool:
@@ -248,7 +250,7 @@ def _takes_classes(call: TorchLine) -> bool:
 
 
 RULES = {
-    "nn.functional.linear": _biased,
+    LINEAR: _biased,
     "addmm": _biased,
     LOSS: _cross_entropy,
 }
@@ -265,6 +267,21 @@ class _Region(NamedTuple):
     lines: set[int]
     parameters: dict[str, Split]
     columns: int
+
+
+class _Factors(NamedTuple):
+    """A product without its bias: the ``parameter`` of one factor, the number of the other one, ``x``, and the dims of
+    both that are summed."""
+
+    call: TorchLine
+    parameter: str
+    x: int
+    inner_of_x: int
+    inner: int
+
+    @property
+    def weight(self) -> TensorProxy:
+        return self.call.operands[1 - self.x]
 
 
 class Search:
@@ -284,10 +301,7 @@ class Search:
         self.lines = [b for b in trace.bound_symbols if not is_unpack(b)]
         self.calls = {id(b): torch_line(b) for b in self.lines if not is_return(b) and block_of(b) is None}
         self.makers = {o.name: b for b in reversed(self.lines) if id(b) in self.calls for o in b.flat_proxy_outs}
-        self.readers: dict[str, list[BoundSymbol]] = {}
-        for line in self.lines:
-            for a in () if is_return(line) else line.flat_proxy_args:  # what is returned is gathered
-                self.readers.setdefault(a.name, []).append(line)
+        self.readers = readers_of(self.lines)
         self.returned = names_of([b.args for b in self.lines if is_return(b)])
         self.found: dict[str, Split] = {}
         self.matrices: dict[str, None] = {}  # the inputs with which products are computed
@@ -298,12 +312,11 @@ class Search:
         for line in self.lines:
             if block_of(line) is not None:
                 self._inside(line)
-            product = product_of(self.calls.get(id(line)))
-            if product is not None and product.weight.name in self.hows:
-                self.matrices[product.weight.name] = None
-                self._product(line, product)
-            elif (call := self.calls.get(id(line))) is not None and _takes_classes(call):
-                self._share(line, call.args[0], self.returned)
+            call = self.calls.get(id(line))
+            if (factors := self._factors(call)) is not None:
+                self._product(line, factors)
+            elif call is not None and _takes_classes(call):
+                self._share(line, call.args[0], self._equal(call.args[0], 1), self.returned)
         for proxy, how in self.hows.items():
             if how in ("colwise", "rowwise") and proxy in self.readers and proxy not in self.found:
                 raise RuntimeError(
@@ -328,24 +341,57 @@ class Search:
         self.matrices |= {outside[inside]: None for inside in search.matrices}
         self.found |= {outside[inside]: split for inside, split in search.found.items()}
 
-    def _product(self, line: BoundSymbol, product: Product) -> None:
-        weight, how = product.weight, self.hows[product.weight.name]
-        if how in ("colwise", "rowwise"):
-            self.found[weight.name] = self._asked_for(product, how)
-            return
-        if how is None and weight.name not in self.found:
-            split = self._share(line, product.x)
-            self.found |= {weight.name: split._replace(dim=product.inner)} if split is not None else {}
+    def _factors(self, call: TorchLine | None) -> _Factors | None:
+        """What a line multiplies, if the right factor is of a parameter, or the left one; None if neither is."""
+        product = product_of(call)
+        if call is None or product is None:
+            return None
+        plain = call if product.bias is None else without_bias(call, product)
+        left, right = plain.operands[:2]
+        if (of := self._origin(right)) is not None:
+            return _Factors(plain, of[0], 0, left.ndim - 1, product.inner)
+        if plain.name == LINEAR or (of := self._origin(left)) is None:
+            return None
+        return _Factors(plain, of[0], 1, right.ndim - 2, left.ndim - 1)
 
-    def _share(self, line: BoundSymbol, x: TensorProxy, outside: Set[str] = frozenset()) -> Split | None:
-        """Cuts the parameters of products that compute parts of the last dim of ``x``, which ``line`` reads. Returns
-        its split; None if there are none. Values ``outside`` stay whole."""
-        split = self._equal(x, x.ndim - 1)
+    def _origin(self, value: TensorProxy, split: Split | None = None) -> tuple[str, Split | None] | None:
+        """The parameter that a value is a view of, or has rows of, and its split if this is the value's; None: none."""
+        while value.name not in self.hows:
+            line = self.makers.get(value.name)
+            call = self.calls[id(line)] if line is not None else None
+            if call is None or call.name not in VIEWS:
+                return None
+            if split is not None:
+                placed = lead(call, 0, split)
+                split = placed.operands[0] if placed is not None else None
+                if split is None:
+                    return None
+            value = call.operands[0]
+        return value.name, split
+
+    def _product(self, line: BoundSymbol, factors: _Factors) -> None:
+        how = self.hows[factors.parameter]
+        self.matrices[factors.parameter] = None
+        x = factors.call.operands[factors.x]
+        if how in ("colwise", "rowwise"):
+            self._asked_for(factors, how)
+            return
+        split = self._equal(x, factors.inner_of_x) if how is None and factors.parameter not in self.found else None
+        placed = follow(factors.call, factors.x, split) if split is not None else None
+        if split is None or placed is None or placed.combine != "sum":
+            return
+        own = self._origin(factors.weight, placed.operands[1 - factors.x])
+        if own is not None and own[1] is not None and self._share(line, x, split):
+            self.found[own[0]] = own[1]
+
+    def _share(self, line: BoundSymbol, x: TensorProxy, split: Split | None, outside: Set[str] = frozenset()) -> bool:
+        """Cuts the parameters of products that compute parts of ``x``, which ``line`` reads. False if there are none.
+        Values ``outside`` stay whole."""
         region = self._closed_region(line, x, split, outside) if split is not None else None
         if region is None or not region.columns:
-            return None
+            return False
         self.found |= region.parameters
-        return split
+        return True
 
     def _equal(self, x: TensorProxy, dim: int) -> Split | None:
         """Parts of a dim of equal size; None if it does not divide."""
@@ -364,25 +410,32 @@ class Search:
         few = {name for name, table in tables.items() if 2 * tokens[name] < table.shape[0] * sequences}
         for name, table in tables.items():
             split, chosen = self._equal(table, 0), self.hows.get(name, "whole") is None
-            others = any(_table_of(self.calls.get(id(line))) is None for line in self.readers[name])
+            others = any(_table_of(self.calls.get(id(line))) is None for line in self._readers(name))
             if name in few and split is not None and chosen and not others:
                 self.found.setdefault(name, split)
         return few
 
-    def _asked_for(self, product: Product, how: How) -> Split:
-        weight, dim = product.weight, product.inner if how == "rowwise" else 1 - product.inner
+    def _readers(self, name: str) -> list[BoundSymbol]:
+        """The lines that read a value, except for the last one: what is returned is gathered."""
+        return [b for b in self.readers.get(name, ()) if not is_return(b)]
+
+    def _asked_for(self, factors: _Factors, how: How) -> None:
+        weight, inner = factors.weight, factors.inner
+        dim = inner if how == "rowwise" else 2 * weight.ndim - 3 - inner
         if (size := weight.shape[dim]) % self.ranks:
             raise RuntimeError(
-                f"tensor_parallel: parameter {self.names[weight.name]!r} is to be {how}, and its dim {dim} of {size} "
-                f'does not divide by {self.ranks} ranks: choose "whole" for it, or fewer ranks'
+                f"tensor_parallel: parameter {self.names[factors.parameter]!r} is to be {how}, and its dim {dim} of "
+                f'{size} does not divide by {self.ranks} ranks: choose "whole" for it, or fewer ranks'
             )
-        return Split(dim, 1, self.ranks, size // self.ranks)
+        own = self._origin(weight, Split(dim, 1, self.ranks, size // self.ranks))
+        if own is not None and own[1] is not None:
+            self.found[own[0]] = own[1]
 
     def _closed_region(self, line: BoundSymbol, x: TensorProxy, split: Split, outside: Set[str]) -> _Region | None:
         """The region upstream of a value whose values only lines of the region and ``line`` read."""
         while (region := self._region(x, split, outside)) is not None:
             own = region.lines | {id(line)}
-            read = {name for name in region.values if any(id(b) not in own for b in self.readers.get(name, ()))}
+            read = {name for name in region.values if any(id(b) not in own for b in self._readers(name))}
             if not read:
                 break
             outside = outside | read
@@ -416,7 +469,6 @@ class Search:
             pairs: list[tuple[Any, Split | None]] = [*zip(call.results, placed.results, strict=True)]
             pairs += zip(call.operands, placed.operands, strict=True)
             todo += [(v, of) for v, of in pairs if of is not None and v.name != value.name]
-            product = product_of(call)
-            if product is not None and product.weight.name in self.hows:
-                columns += any(v is product.weight and of is not None for v, of in pairs)
+            factors = self._factors(call)
+            columns += factors is not None and any(v is factors.weight and of is not None for v, of in pairs)
         return region._replace(columns=columns)

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from passes.analysis.dims import TorchLine
+from passes.analysis.dims import TorchLine, attention_arguments, loss_arguments, of_each_dim
 from passes.analysis.recognise import (
     is_backward,
     is_deletion,
@@ -54,18 +54,8 @@ from passes.comm.sequence import (
 from passes.kernels.attention import CausalAttention
 from passes.plan import Axis, TracedParameters
 from passes.plan.plan import Split
-from passes.sequence import (
-    Blocks,
-    Context,
-    Rules,
-    Splitter,
-    Value,
-    add_return,
-    attention_arguments,
-    loss_arguments,
-    of_each_dim,
-    writing,
-)
+from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return
+from passes.writer import writing
 
 import torch
 from thunder import torch as ltorch

@@ -71,6 +71,47 @@ class Tokens(Hidden):
         return self.head(super().forward(self.embedding(tokens), mask))
 
 
+class Experts(nn.Module):
+    """Two of four experts for each of the tokens (..., 8), as transformers 5 computes them: in "grouped" products of
+    the rows that choose an expert, or in products with a matrix for each row. ``turns``: gates take turns with what
+    they are multiplied by, and there are biases."""
+
+    def __init__(self, grouped: bool = True, turns: bool = False) -> None:
+        super().__init__()
+        self.grouped, self.turns, self.router = grouped, turns, nn.Linear(8, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((32, 8), (8, 16)))
+        self.up_bias, self.down_bias = (nn.Parameter(torch.randn(4, n)) if turns else None for n in (32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, 8)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        expert, order = chosen.flatten().sort()
+        ends = torch.histc(expert.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        h = self._product(rows[order // 2], self.up, self.up_bias, expert, ends)
+        gate, up = (h[..., ::2], h[..., 1::2]) if self.turns else h.chunk(2, -1)
+        h = self._product(F.silu(gate) * up, self.down, self.down_bias, expert, ends)
+        h = (h * weights.flatten()[order, None])[order.argsort()]
+        return h.view(-1, 2, 8).sum(1).view(x.shape)
+
+    def _product(self, x: torch.Tensor, w: torch.Tensor, bias: Any, expert: Any, ends: Any) -> torch.Tensor:
+        y = F.grouped_mm(x, w.mT, offs=ends) if self.grouped else torch.bmm(w[expert], x.unsqueeze(-1)).squeeze(-1)
+        return y if bias is None else y + bias[expert]
+
+
+class Mixture(nn.Module):
+    """Tokens (B, T) to a loss, by experts beside one that all tokens share."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding, self.experts = nn.Embedding(VOCAB, 8), Experts(**options)
+        self.shared, self.back, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens)
+        h = h + (self.experts(h) + self.back(F.silu(self.shared(h))))
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
 class Convolution(nn.Module):
     """A causal convolution along the sequence, beside a residual."""
 

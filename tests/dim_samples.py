@@ -26,6 +26,10 @@ def b(*shape: int) -> torch.Tensor:
     return _made(lambda: torch.rand(shape) > 0.5)
 
 
+def _ends(*rows: int) -> torch.Tensor:
+    return _made(lambda: torch.tensor(rows, dtype=torch.int32))
+
+
 def matrices() -> torch.Tensor:
     """Positive definite."""
     return _made(lambda: torch.eye(4) + (a := torch.rand(4, 4, 4)) @ a.mT)
@@ -189,6 +193,7 @@ INDICES = [
     lambda: x(4, 6, 8)[n(5)],
     lambda: x(4, 6, 8)[n(5, 4)],
     lambda: x(4, 6, 8)[:, n(5, 4)],
+    lambda: x(4, 6, 8)[..., 1::2],
     lambda: x(4, 6, 8)[n(5, 1), n(4)],
     lambda: x(4, 6, 8)[:, n(5), n(5)],
     lambda: x(4, 6, 8)[n(5), :, n(5)],
@@ -334,6 +339,7 @@ PRODUCTS = [
     lambda: F.linear(x(4, 6, 8), x(5, 8), x(5)),
     lambda: F.bilinear(x(4, 5), x(4, 6), x(8, 5, 6), x(8)),
     lambda: torch.matmul(x(6), x(4, 6, 8)),
+    *([lambda: F.grouped_mm(x(8, 16), x(2, 16, 32), offs=_ends(3, 8))] if hasattr(F, "grouped_mm") else ()),
     lambda: torch.baddbmm(x(6, 8), x(4, 6, 5), x(4, 5, 8)),
     lambda: torch.addmm(x(8), x(4, 6), x(6, 8)),
     lambda: torch.mm(x(4, 6), x(6, 8)),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.dims import Placed, TorchLine, follow, lead, resized
-from passes.plan.dims import canonical, known
+from passes.analysis.dims import Placed, TorchLine, follow, lead, name_of, resized
+from passes.plan.dims import known
 from passes.plan.dims.table import relation, tensors
 from passes.plan.plan import Split
 
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 LEAST = 2  # positions of a sequence of which both ranks have some
@@ -43,18 +42,13 @@ class Calls(TorchFunctionMode):
         self.made: list[Made] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _name(function)
+        name = name_of(function)
         if not known(name):
             return function(*args, **(kwargs or {}))
         kept = _copies((args, kwargs or {}))
         result = run(function, *_copies(kept))
         self.made.append(Made(function, TorchLine(name, *kept, tensors(kept), tensors(result))))
         return result
-
-
-@cache
-def _name(function: Any) -> str:
-    return canonical(resolve_name(function) or "")
 
 
 def _copies(values: Any) -> Any:
@@ -65,6 +59,15 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
     torch.manual_seed(0)
     result = function(*args, **kwargs)
     return args[0] if getattr(function, "__name__", "") == "__setitem__" else result
+
+
+def again(made: Made, operands: Sequence[torch.Tensor]) -> Any:
+    """The result of a call on other operands."""
+    given, line = iter(operands), made.line
+    args, kwargs = pytree.tree_map(
+        lambda t: next(given).clone() if isinstance(t, torch.Tensor) else t, (line.args, line.kwargs)
+    )
+    return run(made.function, args, kwargs)
 
 
 def calls_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Made]:
@@ -121,11 +124,8 @@ def compare(made: Made, placed: Placed, *, values: bool) -> None:
     for rank in (0, 1):
         wanted = [part(t, s, rank) for t, s in zip(line.results, placed.results, strict=True)]
         args, kwargs = resized(line, [tuple(t.shape) for t in wanted])
-        given = iter([part(t, s, rank) for t, s in zip(line.operands, placed.operands, strict=True)])
-        args, kwargs = pytree.tree_map(
-            lambda t, given=given: next(given).clone() if isinstance(t, torch.Tensor) else t, (args, kwargs)
-        )
-        found.append(tensors(run(made.function, args, kwargs)))
+        given = [part(t, s, rank) for t, s in zip(line.operands, placed.operands, strict=True)]
+        found.append(tensors(again(Made(made.function, line._replace(args=args, kwargs=kwargs)), given)))
         if placed.combine is None:
             assert [t.shape for t in found[-1]] == [t.shape for t in wanted]
             assert not values or all(map(_close, found[-1], wanted))

@@ -16,6 +16,7 @@ FLOORS = [
     ["passes.comm"],
     ["passes.kernels"],
     ["passes.analysis"],
+    ["passes.writer"],
     ["passes.sequence"],
     ["passes"],  # the passes
     ["passes.proof"],

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from passes.analysis.recognise import identity
 from passes.comm.sequence import Part, cut, from_input, gather_output, gather_parts, sum_parts, to_output
+from passes.compat.versions import grouped_mm
 from passes.kernels.losses import PartOfLoss
 from passes.kernels.torch_call import TorchCall
-from passes.plan.dims import table
+from passes.plan.dims import products, table, views
 from passes.plan.dims.reductions import LIKE_OTHER, RESHAPES, moved
 from passes.plan.dims.relation import Labels, Relation, Shape
 from passes.plan.dims.table import canonical, relation, tensors
@@ -34,10 +35,6 @@ PRIMS: Mapping[Hashable, str] = {
     PrimIDs.STRIDE_ORDER: "contiguous",
     PrimIDs.TRANSPOSE: "permute",
 }
-
-
-CUTS = frozenset({"chunk", "split"})
-ATTENTION = "nn.functional.scaled_dot_product_attention"
 
 
 class TorchLine(NamedTuple):
@@ -81,7 +78,7 @@ def torch_line(bsym: BoundSymbol) -> TorchLine | None:
         for place, proxy in zip(id.places, bsym.args, strict=True):
             flat[place] = proxy
         args, kwargs = pytree.tree_unflatten(flat, id.spec)
-        name = _name(id.function)
+        name = name_of(id.function)
     else:
         found = _name_of_symbol(identity(bsym.sym))
         if found is None:
@@ -91,10 +88,12 @@ def torch_line(bsym: BoundSymbol) -> TorchLine | None:
 
 
 @functools.cache
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
     """The canonical name of a function; "" if it is neither one of torch's nor one of ours that the table has."""
     if isinstance(function, PartOfLoss):
         return PART_OF_LOSS
+    if function is grouped_mm:
+        return products.GROUPED
     return canonical(resolve_name(getattr(function, "of_tensors", function)) or "")
 
 
@@ -110,13 +109,11 @@ def _name_of_symbol(id: Hashable) -> str | None:
 
 def follow(line: TorchLine, number: int, split: Split) -> Placed | None:
     """How a line computes on parts if operand ``number`` is split. None: it cannot, or nothing is known about it."""
-    if not _fits(split, line.operands[number]):
+    if not _fits(split, line.operands[number]) or not _is_aligned(line, split):
         return None
     if line.name in RESHAPES:
         return _reshaped(line, split, of_operand=number)
-    if line.name in CUTS and (placed := _cut_equally(line, split, of_operand=number)) is not None:
-        return placed
-    if line.name == ATTENTION and (placed := _grouped(line, split, of_operand=number)) is not None:
+    if (own := SPECIAL.get(line.name)) is not None and (placed := own(line, split, number)) is not None:
         return placed
     found = _relation(line)
     label = found.operands[number][split.dim] if found else None
@@ -127,13 +124,11 @@ def follow(line: TorchLine, number: int, split: Split) -> Placed | None:
 
 def lead(line: TorchLine, number: int, split: Split) -> Placed | None:
     """How a line computes only a part of result ``number``. None: it cannot, or nothing is known about it."""
-    if not _fits(split, line.results[number]):
+    if not _fits(split, line.results[number]) or not _is_aligned(line, split):
         return None
     if line.name in RESHAPES:
         return _reshaped(line, split)
-    if line.name in CUTS and (placed := _cut_equally(line, split)) is not None:
-        return placed
-    if line.name == ATTENTION and (placed := _grouped(line, split)) is not None:
+    if (own := SPECIAL.get(line.name)) is not None and (placed := own(line, split, None)) is not None:
         return placed
     found = _relation(line)
     label = found.results[number][split.dim] if found else None
@@ -153,6 +148,14 @@ def resized(line: TorchLine, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[A
 
 def _fits(split: Split, t: TensorProxy) -> bool:
     return split.dim < t.ndim and split.size == t.shape[split.dim]
+
+
+def _is_aligned(line: TorchLine, split: Split) -> bool:
+    """False for a part that torch's grouped product would refuse: its strides are multiples of 16 bytes."""
+    if line.name != products.GROUPED:
+        return True
+    x: Any = line.operands[0]
+    return bool(split.inner * (x.dtype.bytes if isinstance(x, TensorProxy) else x.element_size()) % 16 == 0)
 
 
 def _shape(t: TensorProxy) -> Shape:
@@ -215,7 +218,7 @@ def _reshaped(line: TorchLine, split: Split, of_operand: int | None = None) -> P
     return Placed((before, *like), (after,))
 
 
-def _cut_equally(line: TorchLine, split: Split, of_operand: int | None = None) -> Placed | None:
+def _cut_equally(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
     """A dim of several values of equal size, each of which is split, such as queries, keys and values. The split is
     that of the operand, or of a result."""
     dim, count = split.dim, len(line.results)
@@ -233,7 +236,22 @@ def _without(t: TensorProxy, dim: int) -> Shape:
     return (*t.shape[:dim], *t.shape[dim + 1 :])
 
 
-def _grouped(line: TorchLine, split: Split, of_operand: int | None = None) -> Placed | None:
+def _every_nth(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
+    """Each nth element of a dim, such as gates that take turns with what they are multiplied by. The split is that of
+    the operand, or of the result."""
+    x = line.operands[0]
+    index = of_each_dim(line.args[1], x.ndim) if len(line.operands) == 1 else None
+    if index is None or not all(isinstance(i, slice) for i in index):
+        return None
+    size = x.shape[split.dim]
+    start, stop, step = index[split.dim].indices(size)
+    inner, rest = divmod(split.inner, step if of_operand is not None else 1)
+    if step < 2 or start >= step or stop != size or size % step or rest:
+        return None
+    return Placed((split._replace(inner=inner * step),), (split._replace(inner=inner),))
+
+
+def _grouped(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
     """Attention in which several heads of queries share one of keys and values (``enable_gqa``), split along heads. The
     split is that of an operand, or of the result."""
     query, key, value, *mask = line.operands
@@ -248,6 +266,13 @@ def _grouped(line: TorchLine, split: Split, of_operand: int | None = None) -> Pl
     return Placed((queries, keys, keys), (queries,))
 
 
+SPECIAL: Mapping[str, Callable[[TorchLine, Split, int | None], Placed | None]] = {
+    **dict.fromkeys(("chunk", "split"), _cut_equally),
+    "getitem": _every_nth,
+    "nn.functional.scaled_dot_product_attention": _grouped,
+}
+
+
 def _is_reshape(line: TorchLine) -> bool:
     """False if it changes the dtype, or has other tensors among its arguments than those known."""
     count = 2 if line.name in LIKE_OTHER else 1
@@ -259,7 +284,8 @@ def _is_reshape(line: TorchLine) -> bool:
 
 
 class Product(NamedTuple):
-    """A product of activations and a matrix. ``inner``: the dim of the matrix that is summed."""
+    """A product of activations and a matrix, or of one matrix of several for each group or batch. ``inner``: the dim of
+    the matrix that is summed."""
 
     x: TensorProxy
     weight: TensorProxy
@@ -278,9 +304,10 @@ def product_of(call: TorchLine | None) -> Product | None:
     elif call.name == "addmm" and len(call.operands) == 3 and not call.kwargs:
         added, x, weight = call.operands
         found = Product(x, weight, added, 0)
-    elif call.name in ("matmul", "mm") and len(call.operands) == 2:
-        found = Product(*call.operands, None, 0)
-    if found is None or found.weight.ndim != 2 or found.x.ndim < 2:
+    elif call.name in ("matmul", "mm", "bmm", products.GROUPED):
+        x, weight = call.operands[:2]
+        found = Product(x, weight, None, weight.ndim - 2)
+    if found is None or found.weight.ndim not in (2, 3) or found.x.ndim < max(2, found.weight.ndim - 1):
         return None
     return found
 
@@ -291,3 +318,52 @@ def without_bias(call: TorchLine, product: Product) -> TorchLine:
     if call.name == "addmm":
         return call._replace(name="matmul", args=operands, kwargs={}, operands=operands)
     return call._replace(args=(*operands, None), kwargs={}, operands=operands)
+
+
+# ---- arguments of lines ----
+
+
+def attention_arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    return query, key, value, attn_mask, dropout_p, is_causal, options
+
+
+def loss_arguments(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Any, ...]:
+    return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+
+
+def is_plain_embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    scale_grad_by_freq: Any = False,
+    sparse: Any = False,
+) -> bool:
+    """Whether an embedding with these arguments only takes rows, and its gradient only adds them up."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return False
+    return padding_idx is None or (isinstance(padding_idx, int) and padding_idx >= 0)
+
+
+def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
+    """An index with a slice or a number for each dim; None if it is another one."""
+    each = views.of_each_dim(index, ndim)
+    return tuple(each) if all(type(i) in (slice, int) for i in each) else None

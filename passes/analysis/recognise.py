@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.comm.activations import ACTIVATIONS, Away
@@ -428,6 +428,17 @@ def names(values: Any) -> set[str]:
     if isinstance(values, tuple) and all(isinstance(p, Proxy) for p in values):  # of a line: ten times as fast
         return {p.name for p in values}
     return {p.name for p in tree_iter(values) if isinstance(p, Proxy)}
+
+
+def readers_of(lines: Sequence[BoundSymbol]) -> dict[str, list[BoundSymbol]]:
+    """The lines that read each value, the last one first, without those that compute what nothing reads."""
+    found: dict[str, list[BoundSymbol]] = {}
+    for line in reversed(lines):
+        outs = names(line.flat_proxy_outs)
+        if not outs or not outs.isdisjoint(found) or is_return(line) or changes_values(line):
+            for name in names(line.flat_proxy_args):
+                found.setdefault(name, []).append(line)
+    return found
 
 
 def nbytes(values: Iterable[Any]) -> int:

@@ -215,6 +215,9 @@ class Fakes(FakeTensorMode):
             return kernel(*args, **kwargs or {})
 
 
+grouped_mm = getattr(torch, "_grouped_mm", None)  # which torch.nn.functional.grouped_mm calls
+
+
 def fake_kernel(func: Any, args: Any) -> Callable[..., Any] | None:
     """The function to call in the place of an operator whose kernel of fake tensors does not do. None for others.
 

@@ -19,17 +19,30 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_of
-from passes.analysis.dims import TorchLine, follow, lead, product_of, resized, torch_line, without_bias
+from passes.analysis.dims import (
+    TorchLine,
+    attention_arguments,
+    follow,
+    lead,
+    loss_arguments,
+    of_each_dim,
+    product_of,
+    resized,
+    torch_line,
+    without_bias,
+)
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
 from passes.comm import sequence as comm
 from passes.kernels.attention import CausalAttention
 from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import Axis
+from passes.plan.dims import is_linear
 from passes.plan.plan import ContextPlan, Split
 from passes.proof.program import Numbers, constant, text_of
-from passes.sequence import Context, attention_arguments, loss_arguments, of_each_dim, place
+from passes.sequence import Context
 from passes.split_sequence import given_parts
+from passes.writer import place
 
 import torch
 from thunder.core import dtypes
@@ -213,6 +226,9 @@ class _Proof:
             if found is not None:
                 entry.used = True
                 return found
+        share = call is not None and call.name == "mul" and call.args[1] == 1.0 / self.plan.ranks
+        if share and [f.kind for f in operands] == ["whole"]:  # ranks add up to it
+            return [operands[0]._replace(kind="sum")]
         raise self._unknown(line, call, operands, values)
 
     def _unknown(
@@ -245,7 +261,14 @@ class _Proof:
         kinds = {f.kind for f in operands}
         if kinds <= {"whole"} and _constants(line, call) == entry.constants:
             return [Form("whole", n) for n in entry.results]
-        if call is None or entry.call is None or not kinds <= {"whole", "part"}:
+        if call is None or entry.call is None:
+            return None
+        if "sum" in kinds <= {"sum", "whole"} and _constants(line, call) == entry.constants:
+            given = [i for i, f in enumerate(operands) if f.kind == "sum"]
+            alike = {o.dtype for o in (*call.results, *(call.operands[i] for i in given))}
+            linear = len(alike) == 1 and not entry.random and is_linear(call.name, len(operands), given)
+            return [Form("sum", n) for n in entry.results] if linear else None
+        if not kinds <= {"whole", "part"}:
             return None
         if call.name == SLICE and "part" in kinds and (found := self._slice(call, entry, operands)) is not None:
             return found

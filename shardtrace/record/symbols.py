@@ -14,8 +14,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from passes.analysis.dims import is_plain_embedding
 from passes.compat.jit import symbols_of_torch
-from passes.sequence import is_plain_embedding
 
 import torch
 from thunder import torch as ltorch

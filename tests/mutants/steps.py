@@ -35,6 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from contexts import Mixture
 from models import Zoo
 from models import tokens as zoo_tokens
 from toy_gpt import GPT, GPTConfig
@@ -220,6 +221,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "gpt": (_gpt, lambda: (_ids(1, 7), _ids(1, 7).flip(1))),  # rows that do not divide by ranks
     "llama": (_llama, _labelled),
     "moe": (_moe, _labelled),
+    "experts": (Mixture, lambda: (_ids(), _ids())),
     "bert": (_bert, _labelled),
     "resnet": (ResNet, lambda: (torch.randn(3, 3, 6, 6),)),
     "tied and frozen": (Zoo, lambda: zoo_tokens(2)),
@@ -277,6 +279,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "gpt": ("zero3", "hybrid", "tensor", "tensor ddp", "checkpointing", "torchcompile", "secondary", "added"),
     "llama": ("zero3", "secondary", "tensor ddp", "bf16", "inline", "tensor inline"),
     "moe": ("zero2", "zero3"),
+    "experts": ("tensor", "tensor ddp"),
     "bert": ("zero3", "ddp", "tensor", "owner"),
     "resnet": ("zero3", "ddp", "torchcompile hybrid"),
     "tied and frozen": ("zero3", "hybrid", "owner", "layers", "added", "kept"),

@@ -7,7 +7,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from contexts import Attention, Tokens, mesh_of
+from contexts import Attention, Mixture, Tokens, mesh_of
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
 from torch import nn
@@ -101,6 +101,40 @@ def test_heads_that_share_keys_and_values(compiled):
         "q_weight": "dim0_of_2x4", "k_weight": "dim0_of_2x2", "v_weight": "dim0_of_2x2", "out_weight": "dim1_of_2x4"
     }  # fmt: skip
     assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+MIXTURES = {  # of experts, and how the matrix of their gates is cut
+    "grouped": ({}, "dim1_of_2x2x8"),
+    "batched": ({"turns": True, "grouped": False}, "dim1_of_2x16"),
+}
+
+
+@needs_grouped
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts(compiled, name):
+    options, gates = MIXTURES[name]
+    tokens = torch.ones(4, 5, dtype=torch.long)
+    cmodel = compiled(lambda: Mixture(**options), tokens, tokens, compile_policy=CompilePolicy(returns="loss"))
+    biases = {"experts_up_bias": gates} if "turns" in options else {}
+    assert {k: v for k, v in cuts(cmodel).items() if "experts" in k} == {
+        "experts_up": gates, "experts_down": "dim2_of_2x8", **biases
+    }  # fmt: skip
+    assert "each rank computes the whole products with experts.router.weight" in remarks(cmodel)
+    sent = [(row.kind, row.bytes) for row in shardtrace.collectives(cmodel) if row.bucket.startswith("tensor")]
+    rows, numbers = 4 * 5 * 8 * 4, 4 * 5 * 3 * 2 * 4
+    assert sent == [  # one sum: of all experts of a token, and the one that tokens share
+        ("reduce_scatter_parts", rows), ("all_gather_parts", rows), ("all_gather_parts", numbers),
+        ("reduce_scatter_parts", numbers), ("reduce_scatter_parts", rows), ("all_gather_parts", rows),
+    ]  # fmt: skip
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+@needs_grouped
+def test_experts_whose_parts_torch_would_refuse_are_whole(compiled):
+    """Strides of grouped products are multiples of 16 bytes."""
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    assert not [k for k in cuts(compiled(Mixture, tokens, tokens, ranks=8)) if "experts" in k]
 
 
 def test_more_ranks_than_shared_heads(compiled):

@@ -2,6 +2,6 @@
 
 from passes.plan.dims.reductions import RESHAPES, moved
 from passes.plan.dims.relation import Relation
-from passes.plan.dims.table import TABLE, canonical, known
+from passes.plan.dims.table import TABLE, VIEWS, canonical, is_linear, known
 
-__all__ = ["RESHAPES", "TABLE", "Relation", "canonical", "known", "moved"]
+__all__ = ["RESHAPES", "TABLE", "VIEWS", "Relation", "canonical", "is_linear", "known", "moved"]

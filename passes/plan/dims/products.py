@@ -217,6 +217,16 @@ def matmul(results: Shapes, input: Operand, other: Operand) -> Draft:
     return product({input: left, other: right}, (*counted(batch), *rows, *columns))
 
 
+def grouped_product(
+    results: Shapes, input: Operand, weight: Operand, offs: Operand, bias: None = None, out_dtype: None = None
+) -> Draft:
+    """Rows of groups, each with its own matrix: (rows, k) x (groups, k, n)."""
+    if (input.dims, weight.dims) != (2, 3) or bias is not None or out_dtype is not None:
+        raise Unknown
+    rows: dict[Operand, Labels] = {input: (ROW, INNER), weight: (OTHER, INNER, COLUMN), offs: (OTHER,)}
+    return Draft(rows, [(ROW, COLUMN)], {INNER: "sum"}, frozenset({ROW, OTHER}))
+
+
 def reflected_matmul(results: Shapes, input: Operand, other: Operand) -> Draft:
     return matmul(results, other, input)
 
@@ -376,6 +386,7 @@ def cdist(results: Shapes, x1: Operand, x2: Operand, *args: Any, **options: Any)
 
 
 F = "nn.functional."
+GROUPED = F + "grouped_mm"
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "linalg.matmul", "mm", "bmm", "mv", "dot", "vdot"), matmul),
@@ -393,6 +404,7 @@ RULES: dict[str, Rule] = {
     "tensordot": tensordot,
     "einsum": einsum,
     F + "linear": linear,
+    GROUPED: grouped_product,
     F + "bilinear": bilinear,
     F + "scaled_dot_product_attention": attention,
     "cdist": cdist,

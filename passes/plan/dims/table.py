@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -135,7 +135,8 @@ TABLE: Mapping[str, Rule] = {
     **reductions.LOSSES,
 }
 
-ALIASES = {"spmm": "mm"}  # torch.overrides calls torch.mm so
+# torch.overrides calls torch.mm so; transformers has a function of its own for dtypes in which torch has none
+ALIASES = {"spmm": "mm", "transformers.grouped_mm_fallback": products.GROUPED}
 REFLECTED_AND = "rand"  # torch.rand has the name of Tensor.__rand__ without its underscores
 PLAIN = ("tanh", "sigmoid")  # functions of torch.nn.functional that are torch's
 
@@ -162,6 +163,22 @@ def canonical(name: str) -> str:
 
 def known(name: str) -> bool:
     return name in TABLE or name in RESHAPES
+
+
+VIEWS = RESHAPES | {  # and rows, of the first operand
+    *("transpose", "permute", "t", "T", "mT", "squeeze", "unsqueeze", "select", "narrow", "getitem", "index_select"),
+}
+LINEAR_IN_ONE = frozenset({"mul", "matmul", "mm", "bmm", products.GROUPED})
+LINEAR_IN_FIRST = VIEWS | {"sum", "neg"}
+LINEAR_IN_ALL = frozenset({"add", "sub"})
+
+
+def is_linear(name: str, operands: int, given: Collection[int]) -> bool:
+    """Whether a function of so many ``operands`` is linear in those whose numbers are ``given``, together, while the
+    others are fixed: applied to parts of sums, it gives parts of the sum of its results."""
+    if name in LINEAR_IN_ALL:
+        return len(given) == operands == 2
+    return (name in LINEAR_IN_ONE and len(given) == 1) or (name in LINEAR_IN_FIRST and set(given) == {0})
 
 
 def is_tensor(value: Any) -> bool:

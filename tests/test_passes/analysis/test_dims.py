@@ -8,7 +8,7 @@ from functools import cache
 from itertools import islice
 
 from passes.analysis.dims import Placed, follow, lead, resized, torch_line
-from passes.plan.dims import RESHAPES, TABLE, canonical, moved
+from passes.plan.dims import RESHAPES, TABLE, canonical, is_linear, moved
 from passes.plan.dims.table import relation
 from passes.plan.plan import Split
 from shardtrace import fsdp
@@ -18,7 +18,7 @@ import thunder
 import torch
 import torch.testing._internal.common_methods_invocations as database
 from dim_samples import SAMPLES, b, n, x
-from dims import calls_of, check
+from dims import again, calls_of, check
 
 FULL = int(os.environ.get("DIMS_SAMPLES", "0"))
 MOST = FULL or 30  # samples of an operator, of which the first useful one is enough
@@ -30,6 +30,8 @@ OTHER_NAMES = (
 )
 # and a symbol of Thunder's, and a function for which torch calls another
 NEVER_COMPUTED = {*OTHER_NAMES, "prims.broadcast_in_dim", "nn.functional.upsample"}
+if not hasattr(torch.nn.functional, "grouped_mm"):  # this torch has none
+    NEVER_COMPUTED.add("nn.functional.grouped_mm")
 
 
 def _plainly(function, *args, **kwargs):
@@ -138,6 +140,26 @@ def test_lead():
 def test_a_dtype_is_taken_from_any_part():
     line = call(torch.Tensor.type_as, x(6), x(4, 8))
     assert follow(line, 1, Split.along(0, 4)) == Placed((None, Split.along(0, 4)), (None,))
+
+
+@pytest.mark.parametrize("family", ["operators", "reshapes", "moves", "indices", "reductions", "products"])
+def test_linear_functions_are_linear(family):
+    """In each operand, and in all together, if the table says so."""
+    found = set()
+    for made in (m for sample in SAMPLES[family] for m in calls_of(sample)):
+        operands, results = made.line.operands, made.line.results
+        every = [i for i, t in enumerate(operands) if t.dtype.is_floating_point]
+        for given in (every, *([i] for i in every[: len(every) * (len(every) > 1)])):
+            if (
+                len(results) == 1
+                and results[0].dtype.is_floating_point
+                and is_linear(made.line.name, len(operands), given)
+            ):
+                other = [torch.rand_like(t) if i in given else t for i, t in enumerate(operands)]
+                both = [a + b if i in given else a for i, (a, b) in enumerate(zip(operands, other, strict=True))]
+                torch.testing.assert_close(again(made, both), results[0] + again(made, other))
+                found.add(made.line.name)
+    assert found
 
 
 @pytest.mark.parametrize(

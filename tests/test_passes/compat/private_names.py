@@ -56,6 +56,7 @@ TORCH = (
     Private("torch", "_foreach_add_", "adds many gradients in one kernel"),
     Private("torch", "_chunk_cat", "packs gradients of all ranks in one kernel"),
     Private("torch", "ops.aten._grouped_mm", "its fake kernel"),
+    Private("torch", "_grouped_mm", "what torch.nn.functional.grouped_mm calls"),
     Private("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "attention on a CPU"),
     Private("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "attention on a CPU"),
     Private("torch", "ops.aten._fused_rms_norm", "RMSNorm in one kernel"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from contexts import (
     Attention,
+    Mixture,
     Tokens,
     batch,
     compare_gradients,
@@ -125,9 +126,8 @@ def test_models_are_proven_and_send_what_megatron_sends(fake_ranks, model, mesh)
     loss_of(sharded, tokens, labels).backward()
     assert shardtrace.prove(sharded).verdict == "proven"
     layers, hidden, rows = 2 if model == "gpt" else 1, 16 * 12 * 4, 3 * 2 * 12 * 4
-    tables = 2 if model != "llama" and "context" in mesh else 1  # whose rows are added up: of words, and of places
     halves = ["all_reduce_parts"] if "context" in mesh else ["reduce_scatter_parts", "all_gather_parts"]
-    sums = [(half, hidden) for half in halves] * (2 * layers + tables)  # after each attention and each MLP
+    sums = [(half, hidden) for half in halves] * (2 * layers + 1)  # after each attention and each MLP, and of tables
     sent = {phase: [row for row in shardtrace.collectives(sharded) if row.phase == phase] for phase in PHASES}
     for phase, kind in PHASES.items():
         of_tensors = [(row.kind, row.bytes * len(mesh)) for row in sent[phase] if row.bucket.startswith("tensor")]
@@ -140,6 +140,7 @@ OPTIONS = {
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "tied and frozen": {"build": Tied, "steps": 2},
     "one rank": {"shape": (2, 1)},
+    "experts": {"build": partial(Mixture, turns=True), "loss_of": inside, "optimizer": adamw, "compile_policy": LOSS},
 }
 
 
