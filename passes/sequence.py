@@ -15,6 +15,7 @@ from passes.analysis.recognise import (
     is_return,
     is_unpack,
     names,
+    nbytes,
     part_at,
     properties,
     readers_of,
@@ -222,7 +223,7 @@ class Splitter:
         args = [a for a in line.flat_proxy_args if a.name in self.values]
         pending = {a.name: p for a in args if (p := self.values[a.name].pending) is not None}
         linear = bool(pending) and self._is_linear(line, pending.keys())
-        if linear or (pending and self._shrinks(line, names(args))):
+        if linear or (pending and self._leads_to(line, names(args), nbytes(pending.values()) - 1)):
             call = self.torch_line(line)
             assert call is not None
             share = self._share if not linear else self.whole
@@ -240,33 +241,35 @@ class Splitter:
         whole, share = self.whole(proxy), 1.0 / self.plan.ranks
         return self.writer.emit(self.values[proxy.name].line, lambda: ltorch.mul(whole, share))[0]
 
-    def _shrinks(self, line: BoundSymbol, given: Set[str]) -> bool:
-        """Whether a line is linear in the values ``given``, and lines on its result lead to one of fewer elements."""
-        if not self._is_linear(line, given):
-            return False
-        (result,) = line.flat_proxy_outs
-        readers = self._readers.get(result.name, [])
-        smaller = all(o.numel < p.numel for o in line.flat_proxy_outs for p in line.flat_proxy_args if p.name in given)
-        return smaller or (len(readers) == 1 and self._shrinks(readers[0], {result.name}))
-
     def _is_linear(self, line: BoundSymbol, given: Set[str]) -> bool:
-        """Whether a line is linear in the values ``given``, which have no fewer bytes than its result."""
+        """Whether a line is linear in the values ``given``."""
         call = self.torch_line(line) if not is_random(line) and not changes_values(line) else None
         if call is None or len(call.results) != 1 or any(self.is_split(o) for o in call.operands):
             return False
-        (result,), numbers = call.results, [i for i, o in enumerate(call.operands) if o.name in given]
-        operands = [call.operands[i] for i in numbers]
-        if any(o.dtype != result.dtype for o in operands) or sum(o.numel for o in operands) < result.numel:
+        numbers = [i for i, o in enumerate(call.operands) if o.name in given]
+        inexact = all(dtypes.is_inexact_dtype(p.dtype) for p in (*call.results, *(call.operands[i] for i in numbers)))
+        return inexact and is_linear(call.name, len(call.operands), numbers)
+
+    def _leads_to(self, line: BoundSymbol, given: Set[str], most: int) -> bool:
+        """Whether a line is linear in the values ``given``, and its result, or that of linear lines on it, has at
+        ``most`` so many bytes."""
+        if not self._is_linear(line, given):
             return False
-        return is_linear(call.name, len(call.operands), numbers)
+        (result,) = line.flat_proxy_outs
+        readers = self._only_reader(result.name)
+        return nbytes([result]) <= most or any(self._leads_to(b, {result.name}, most) for b in readers)
+
+    def _only_reader(self, name: str) -> Sequence[BoundSymbol]:
+        readers = self._readers.get(name, [])
+        return readers if len(readers) == 1 else ()
 
     def _waits(self, value: TensorProxy) -> bool:
-        """Whether only one line reads a value, and is linear in it: its result may have fewer bytes, or be added to
-        another sum."""
-        readers = self._readers.get(value.name, [])
-        if not self.rules.eager or len(readers) != 1:
-            return False
-        return any(self._is_linear(readers[0], given) for given in ({value.name}, names(readers[0].flat_proxy_args)))
+        """Whether only one line reads a value, and linear lines lead to one that has no more bytes, or may be added to
+        another sum before."""
+        for line in self._only_reader(value.name) if self.rules.eager else ():
+            together = [a for a in line.flat_proxy_args if isinstance(a, TensorProxy)]
+            return any(self._leads_to(line, names(given), nbytes(given)) for given in ((value,), tuple(together)))
+        return False
 
     def _settle(self, value: Value) -> None:
         x, value.pending = value.pending, None

@@ -84,14 +84,14 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, 8)
-        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        weights, chosen = self.router(rows).softmax(-1, torch.float).topk(2)
         expert, order = chosen.flatten().sort()
         ends = torch.histc(expert.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
         h = self._product(rows[order // 2], self.up, self.up_bias, expert, ends)
         gate, up = (h[..., ::2], h[..., 1::2]) if self.turns else h.chunk(2, -1)
         h = self._product(F.silu(gate) * up, self.down, self.down_bias, expert, ends)
         h = (h * weights.flatten()[order, None])[order.argsort()]
-        return h.view(-1, 2, 8).sum(1).view(x.shape)
+        return h.view(-1, 2, 8).sum(1).view(x.shape).to(x.dtype)
 
     def _product(self, x: torch.Tensor, w: torch.Tensor, bias: Any, expert: Any, ends: Any) -> torch.Tensor:
         y = F.grouped_mm(x, w.mT, offs=ends) if self.grouped else torch.bmm(w[expert], x.unsqueeze(-1)).squeeze(-1)

@@ -265,8 +265,9 @@ class _Proof:
             return None
         if "sum" in kinds <= {"sum", "whole"} and _constants(line, call) == entry.constants:
             given = [i for i, f in enumerate(operands) if f.kind == "sum"]
-            alike = {o.dtype for o in (*call.results, *(call.operands[i] for i in given))}
-            linear = len(alike) == 1 and not entry.random and is_linear(call.name, len(operands), given)
+            sums = *call.results, *(call.operands[i] for i in given)
+            inexact = all(dtypes.is_inexact_dtype(o.dtype) for o in sums)
+            linear = inexact and not entry.random and is_linear(call.name, len(operands), given)
             return [Form("sum", n) for n in entry.results] if linear else None
         if not kinds <= {"whole", "part"}:
             return None

@@ -29,7 +29,7 @@ STAGES = (  # by the module of the innermost frame that has one of these
     ("thunder.transforms.autodiff", "differentiating"),
     ("thunder.executors", "choosing kernels"),
 )
-RUNNERS = ("passes.pipeline", "passes.pipeline", "passes.pipeline")  # that run passes and are none
+RUNNERS = ("passes.pipeline", "passes.sequence", "passes.writer")  # that run passes or write lines, and are none
 
 
 class _Says(threading.Thread):

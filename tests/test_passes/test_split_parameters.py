@@ -105,24 +105,25 @@ def test_heads_that_share_keys_and_values(compiled):
 
 needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
 MIXTURES = {  # of experts, and how the matrix of their gates is cut
-    "grouped": ({}, "dim1_of_2x2x8"),
-    "batched": ({"turns": True, "grouped": False}, "dim1_of_2x16"),
+    "grouped": ({}, {"mp_policy": "bf16"}, "dim1_of_2x2x8"),  # weights of routing are float32
+    "batched": ({"turns": True, "grouped": False}, {}, "dim1_of_2x16"),
 }
 
 
 @needs_grouped
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts(compiled, name):
-    options, gates = MIXTURES[name]
+    how, options, gates = MIXTURES[name]
     tokens = torch.ones(4, 5, dtype=torch.long)
-    cmodel = compiled(lambda: Mixture(**options), tokens, tokens, compile_policy=CompilePolicy(returns="loss"))
-    biases = {"experts_up_bias": gates} if "turns" in options else {}
+    policy = CompilePolicy(returns="loss")
+    cmodel = compiled(lambda: Mixture(**how), tokens, tokens, compile_policy=policy, **options)
+    biases = {"experts_up_bias": gates} if how else {}
     assert {k: v for k, v in cuts(cmodel).items() if "experts" in k} == {
         "experts_up": gates, "experts_down": "dim2_of_2x8", **biases
     }  # fmt: skip
     assert "each rank computes the whole products with experts.router.weight" in remarks(cmodel)
     sent = [(row.kind, row.bytes) for row in shardtrace.collectives(cmodel) if row.bucket.startswith("tensor")]
-    rows, numbers = 4 * 5 * 8 * 4, 4 * 5 * 3 * 2 * 4
+    rows, numbers = 4 * 5 * 8 * (2 if options else 4), 4 * 5 * 3 * 2 * 4
     assert sent == [  # one sum: of all experts of a token, and the one that tokens share
         ("reduce_scatter_parts", rows), ("all_gather_parts", rows), ("all_gather_parts", numbers),
         ("reduce_scatter_parts", numbers), ("reduce_scatter_parts", rows), ("all_gather_parts", rows),

@@ -169,13 +169,14 @@ VIEWS = RESHAPES | {  # and rows, of the first operand
     *("transpose", "permute", "t", "T", "mT", "squeeze", "unsqueeze", "select", "narrow", "getitem", "index_select"),
 }
 LINEAR_IN_ONE = frozenset({"mul", "matmul", "mm", "bmm", products.GROUPED})
-LINEAR_IN_FIRST = VIEWS | {"sum", "neg"}
+LINEAR_IN_FIRST = VIEWS | {"sum", "neg", "to", "float", "bfloat16", "half", "double", "type_as"}
 LINEAR_IN_ALL = frozenset({"add", "sub"})
 
 
 def is_linear(name: str, operands: int, given: Collection[int]) -> bool:
     """Whether a function of so many ``operands`` is linear in those whose numbers are ``given``, together, while the
-    others are fixed: applied to parts of sums, it gives parts of the sum of its results."""
+    others are fixed: applied to parts of sums, it gives parts of the sum of its results. Casts are, except for
+    rounding."""
     if name in LINEAR_IN_ALL:
         return len(given) == operands == 2
     return (name in LINEAR_IN_ONE and len(given) == 1) or (name in LINEAR_IN_FIRST and set(given) == {0})

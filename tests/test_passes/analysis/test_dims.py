@@ -142,7 +142,7 @@ def test_a_dtype_is_taken_from_any_part():
     assert follow(line, 1, Split.along(0, 4)) == Placed((None, Split.along(0, 4)), (None,))
 
 
-@pytest.mark.parametrize("family", ["operators", "reshapes", "moves", "indices", "reductions", "products"])
+@pytest.mark.parametrize("family", ["operators", "casts", "reshapes", "moves", "indices", "reductions", "products"])
 def test_linear_functions_are_linear(family):
     """In each operand, and in all together, if the table says so."""
     found = set()
