@@ -490,4 +490,6 @@ def _view_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> InputView |
 
 def extent(t: torch.Tensor) -> int:
     """The elements of memory from the first to the last of a tensor."""
+    if t.is_contiguous():
+        return t.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))
