@@ -32,7 +32,7 @@ from thunder.core.jit_ext import _maybe_update_proxy_name, get_jit_ctx, should_r
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, get_tracectx
+from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import _get_gradfn_and_executor
 from thunder.core.utils import AutocastStack
@@ -574,6 +574,8 @@ def trace_faster() -> None:
                 if isinstance(value, FunctionType) and value in faster:
                     setattr(module, attribute, faster[value])
     Symbol.normalize = _normalize
+    BoundSymbol.gather_ctxs = _gather_ctxs
+    TraceCtx.python_callable = _gathering_once(TraceCtx.python_callable)
     for attribute, value in list(vars(BoundSymbol).items()) if sys.version_info < (3, 12) else ():
         if isinstance(value, functools.cached_property):
             setattr(BoundSymbol, attribute, _Cached(value.func))
@@ -641,6 +643,28 @@ def _normalize(self: Symbol, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...]
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args, bound.kwargs
+
+
+def _gather_ctxs(self: BoundSymbol) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The objects that a printed line names. ``import_ctx`` prints the line, by which it finds also the others."""
+    return self.import_ctx(), self._get_call_ctx(), self._object_ctx
+
+
+def _gathering_once(python_callable: Callable[..., Any]) -> Callable[..., Any]:
+    """A trace's function is compiled of its text and the objects that it names, for each of which all lines would be
+    printed."""
+
+    @functools.wraps(python_callable)
+    def with_one_gathering(self: TraceCtx, **options: Any) -> Any:
+        with tracectx(self):
+            found = TraceCtx._gather_ctxs(self)
+        self._gather_ctxs = lambda: tuple(map(dict, found))
+        try:
+            return python_callable(self, **options)
+        finally:
+            del self._gather_ctxs
+
+    return with_one_gathering
 
 
 class _Cached:

@@ -480,7 +480,8 @@ class Steps:
             said.append(f"{kept} of {len(family.buckets)} buckets stay gathered until backward")
         if asked.peak > self.budget:
             slower = found.seconds / asked.seconds - 1
-            said.append(f"a step takes {slower:+.1%} and {size(asked.peak - found.peak)} less than without a budget")
+            time, less = f"{abs(slower):.1%} {'more' if slower > 0 else 'less'} time", size(asked.peak - found.peak)
+            said.append(f"a step takes {time} and {less} less memory than without a budget")
         self.contract.say(", ".join(said))
 
     def _error(self) -> MemoryBudgetError:

@@ -18,6 +18,7 @@ class Private(NamedTuple):
 
 THUNDER = (
     Private("thunder.core.symbol", "BoundSymbol._call_ctx", "the function that a line calls"),
+    Private("thunder.core.trace", "TraceCtx._gather_ctxs", "the objects that the lines of a trace name"),
     Private("thunder.core.symbol", "Symbol._bind_postprocess", "gives each line of a symbol its function"),
     Private("thunder.core.trace", "TraceCtx._siginfo", "the name and arguments of the function that a trace prints"),
     Private("thunder.core.module", "ThunderModule._overrides_buffers", "steps read the buffers that modules hold now"),

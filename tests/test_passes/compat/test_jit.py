@@ -131,3 +131,15 @@ def test_arguments_of_lines_are_those_of_the_signature():
             assert Symbol("f", meta=function).normalize(*args, **kwargs) == (bound.args, bound.kwargs)
     with pytest.raises(TypeError, match="missing a required argument"):
         Symbol("f", meta=plain).normalize()
+
+
+def test_functions_of_traces_know_the_objects_that_thunder_gathers():
+    function = thunder.jit(lambda a: torch.sin(a) + torch.full((2,), 1.0, device=a.device))
+    function(torch.ones(2))
+    trace = thunder.last_traces(function)[-1]
+    for line in trace.bound_symbols:
+        assert line.gather_ctxs() == (line.import_ctx(), line._get_call_ctx(), line.object_ctx())
+    found = inspect.unwrap(trace.python_callable()).__globals__
+    assert "_gather_ctxs" not in vars(trace)
+    expected = trace.python_ctx()
+    assert {name: found[name] for name in expected} == expected
