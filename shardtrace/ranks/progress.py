@@ -104,6 +104,20 @@ def progress(what: str) -> Iterator[None]:
             says.stop()
 
 
+@contextmanager
+def meanwhile(stage: str) -> Iterator[None]:
+    """Names what is done inside, if something says it."""
+    says = _running()
+    before = says.stage if says is not None else ""
+    try:
+        if says is not None:
+            says.stage = stage
+        yield
+    finally:
+        if says is not None:
+            says.stage = before
+
+
 def _running() -> _Says | None:
     return next((thread for thread in threading.enumerate() if isinstance(thread, _Says)), None)
 

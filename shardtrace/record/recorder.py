@@ -21,6 +21,7 @@ from unittest import mock
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, NAMESPACES, Fakes, functional_transform
 from passes.kernels.aten import draws
 from passes.kernels.torch_call import Autocast
+from shardtrace.ranks.progress import meanwhile
 from shardtrace.record.calls import DEVICES, Call, Place, Record, Refused, Span, Whole, storage, tensors_in, tensors_of
 from shardtrace.record.checks import assigned, check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
@@ -461,7 +462,7 @@ class Recorder(TorchFunctionMode):
             fakes = [t for t in fakes if not t.is_floating_point() and not t.is_complex()]
         self._watcher.pause()
         try:
-            with self.inside():
+            with self.inside(), meanwhile(f"a try of {label}, which PyTorch runs, on its values"):
                 found = {id(t): self._reads.value(self.record.calls, t) for t in fakes}
                 known = {i: value for i, value in found.items() if value is not None}
                 trial = try_module(call, args, kwargs, own, self._effects, watcher, known)

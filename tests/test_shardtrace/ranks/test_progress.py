@@ -40,6 +40,21 @@ def test_compiling(fake_ranks, capfd):
     assert any(line.endswith(": recording the forward") for line in lines)
 
 
+class Sorting(torch.nn.Module):
+    """PyTorch runs it: what it does depends on values."""
+
+    def forward(self, x):
+        time.sleep(0.1)
+        return x * 2 if x.sum().item() > 1 else x * 3
+
+
+def test_a_module_that_pytorch_runs(fake_ranks, capfd):
+    fake_ranks(2)
+    compile_fake(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), Sorting()), torch.ones(2, 4))
+    assert ended()
+    assert ": a try of Sequential.1, which PyTorch runs, on its values" in capfd.readouterr().err
+
+
 def test_a_terminal_has_one_line(fake_ranks, monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     fake_ranks(2)
