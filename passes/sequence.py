@@ -237,7 +237,7 @@ class Splitter:
         return False
 
     def _share(self, proxy: TensorProxy) -> TensorProxy:
-        """What each rank adds to a sum of ranks that is this value."""
+        """This rank's share of a value: the shares of all ranks add up to it."""
         whole, share = self.whole(proxy), 1.0 / self.plan.ranks
         return self.writer.emit(self.values[proxy.name].line, lambda: ltorch.mul(whole, share))[0]
 

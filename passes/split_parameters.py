@@ -301,6 +301,7 @@ class Search:
         self.lines = [b for b in trace.bound_symbols if not is_unpack(b)]
         self.calls = {id(b): torch_line(b) for b in self.lines if not is_return(b) and block_of(b) is None}
         self.makers = {o.name: b for b in reversed(self.lines) if id(b) in self.calls for o in b.flat_proxy_outs}
+        self.factors = {key: self._factors(call) for key, call in self.calls.items()}
         self.readers = readers_of(self.lines)
         self.returned = names_of([b.args for b in self.lines if is_return(b)])
         self.found: dict[str, Split] = {}
@@ -313,7 +314,7 @@ class Search:
             if block_of(line) is not None:
                 self._inside(line)
             call = self.calls.get(id(line))
-            if (factors := self._factors(call)) is not None:
+            if (factors := self.factors.get(id(line))) is not None:
                 self._product(line, factors)
             elif call is not None and _takes_classes(call):
                 self._share(line, call.args[0], self._equal(call.args[0], 1), self.returned)
@@ -342,7 +343,7 @@ class Search:
         self.found |= {outside[inside]: split for inside, split in search.found.items()}
 
     def _factors(self, call: TorchLine | None) -> _Factors | None:
-        """What a line multiplies, if the right factor is of a parameter, or the left one; None if neither is."""
+        """The factors of a product, if one of them comes from a parameter: the right one, or else the left one."""
         product = product_of(call)
         if call is None or product is None:
             return None
@@ -469,6 +470,6 @@ class Search:
             pairs: list[tuple[Any, Split | None]] = [*zip(call.results, placed.results, strict=True)]
             pairs += zip(call.operands, placed.operands, strict=True)
             todo += [(v, of) for v, of in pairs if of is not None and v.name != value.name]
-            factors = self._factors(call)
+            factors = self.factors[id(line)]
             columns += factors is not None and any(v is factors.weight and of is not None for v, of in pairs)
         return region._replace(columns=columns)

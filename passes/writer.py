@@ -11,17 +11,8 @@ from typing import Any
 
 from passes.analysis.calls import differentiated, unique_name
 from passes.analysis.dims import TorchLine, resized
-from passes.analysis.recognise import (
-    changes_values,
-    is_random,
-    is_return,
-    is_unpack,
-    names,
-)
-from passes.comm.sequence import (
-    exchange_heads,
-    gather_parts,
-)
+from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
+from passes.comm.sequence import exchange_heads, gather_parts
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed, symbols_of_torch
 from passes.compat.versions import Fakes
 from passes.kernels.aten import Meta

@@ -134,14 +134,15 @@ def rehearse(
     """
     known = _Numbers()
     try:
-        layouts = tuple(map(known.of, inputs.values()))
-        key = what, _frozen(layouts), tuple(m.nbytes for m in known)
+        numbered = tuple(map(known.of, inputs.values()))
+        given = [*known]
+        key = what, _frozen(numbered), tuple(m.nbytes for m in given)
         if key not in facts:
             facts[key] = _outcome(known, outputs, run())
     except _Unknown:
         return run()
     outcome: _Outcome = facts[key]
-    memory = [*known][: len(key[2])] + [Memory(nbytes) for nbytes in outcome.made]
+    memory = given + [Memory(nbytes) for nbytes in outcome.made]
 
     def lay(value: Any) -> Any:
         return Layout(memory[value.memory], *value[1:]) if type(value) is Layout else value

@@ -566,8 +566,8 @@ def recipes(family: Family, rounding: Rounding = EXACT) -> None:
 
 
 def _levels(family: Family, most: float, *, few: bool = False) -> list[float]:
-    """Amounts of memory for what blocks save, from 0 to ``most``: the more of them up to what the device has beside
-    the least step of those by hand. They do not depend on the budget, so that budgets can be compared. ``few``: half
+    """Amounts of memory for what blocks save, from 0 to ``most``. Most of them fit into the device beside the
+    least step of those by hand. They do not depend on the budget, so that budgets can be compared. ``few``: half
     as many, up to that of the device, for steps that are slow, or need less."""
     room = family.task.setting.hardware.memory - min(p.estimate.peak for p in family.points)
     inside = min(most, max(0.0, room))

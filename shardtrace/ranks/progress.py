@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 
 from shardtrace.ranks.mesh import is_alone
@@ -68,6 +68,15 @@ class _Says(threading.Thread):
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
+    @contextmanager
+    def naming(self, stage: str) -> Iterator[None]:
+        """Around what is this stage."""
+        before, self.stage = self.stage, stage
+        try:
+            yield
+        finally:
+            self.stage = before
+
     def stop(self) -> None:
         self._over.set()
         self.join()
@@ -84,11 +93,8 @@ def compiling(name: str, group: dist.ProcessGroup) -> Iterator[None]:
             says.start()
     elif says.until_compiled:
         says.begins(f"compiling {name}")
-    says.stage = RECORDING
-    try:
+    with says.naming(RECORDING):
         yield
-    finally:
-        says.stage = ""
 
 
 @contextmanager
@@ -104,18 +110,10 @@ def progress(what: str) -> Iterator[None]:
             says.stop()
 
 
-@contextmanager
-def meanwhile(stage: str) -> Iterator[None]:
+def meanwhile(stage: str) -> AbstractContextManager[None]:
     """Names what is done inside, if something says it."""
     says = _running()
-    before = says.stage if says is not None else ""
-    try:
-        if says is not None:
-            says.stage = stage
-        yield
-    finally:
-        if says is not None:
-            says.stage = before
+    return says.naming(stage) if says is not None else nullcontext()
 
 
 def _running() -> _Says | None:

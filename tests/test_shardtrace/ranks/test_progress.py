@@ -40,7 +40,7 @@ def test_compiling(fake_ranks, capfd):
     assert any(line.endswith(": recording the forward") for line in lines)
 
 
-class Sorting(torch.nn.Module):
+class Branching(torch.nn.Module):
     """PyTorch runs it: what it does depends on values."""
 
     def forward(self, x):
@@ -50,7 +50,7 @@ class Sorting(torch.nn.Module):
 
 def test_a_module_that_pytorch_runs(fake_ranks, capfd):
     fake_ranks(2)
-    compile_fake(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), Sorting()), torch.ones(2, 4))
+    compile_fake(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), Branching()), torch.ones(2, 4))
     assert ended()
     assert ": a try of Sequential.1, which PyTorch runs, on its values" in capfd.readouterr().err
 
