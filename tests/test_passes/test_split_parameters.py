@@ -342,6 +342,28 @@ def test_random_numbers_that_do_not_divide_are_those_of_the_first_rank(compiled)
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
+class Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.layer(grad), None
+
+
+class Recomputing(MLP):
+    def forward(self, x):
+        return Reversible.apply(super().forward(x), self.up)
+
+
+def test_a_layer_that_backward_calls_is_refused(compiled):
+    with pytest.raises(RuntimeError, match="Linear is called in backward, by a function that computes its own gradient"):
+        policy = CompilePolicy(eager=[Recomputing])
+        compiled(lambda: nn.Sequential(Recomputing(4, 4)), torch.ones(3, 4), compile_policy=policy)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
