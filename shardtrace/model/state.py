@@ -721,9 +721,9 @@ class ModelRuntime:
         """Raises RuntimeError if a backward that is running calls ``name``, and ranks have parts of its gradients."""
         if self._backwards and self.groups.sharing is not None and self.groups.sharing.size() > 1:
             raise RuntimeError(
-                f"{name} is called in backward, by a function that computes its own gradient: ranks of context_parallel "
-                "or tensor_parallel have parts of gradients there. Leave that function out, such as reversible layers, "
-                "or these options"
+                f"{name} is called in backward, by a function that computes its own gradient: ranks of "
+                "context_parallel or tensor_parallel have parts of gradients there. Leave that function out, such as "
+                "reversible layers, or these options"
             )
 
     def check_step(self, step: Step) -> None:

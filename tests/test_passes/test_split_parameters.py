@@ -359,8 +359,10 @@ class Recomputing(MLP):
 
 
 def test_a_layer_that_backward_calls_is_refused(compiled):
-    with pytest.raises(RuntimeError, match="Linear is called in backward, by a function that computes its own gradient"):
-        policy = CompilePolicy(eager=[Recomputing])
+    policy = CompilePolicy(eager=[Recomputing])
+    with pytest.raises(
+        RuntimeError, match="Linear is called in backward, by a function that computes its own gradient"
+    ):
         compiled(lambda: nn.Sequential(Recomputing(4, 4)), torch.ones(3, 4), compile_policy=policy)
 
 
