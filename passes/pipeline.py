@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context as Variables
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -407,7 +407,10 @@ class Backwards:
             runtime.compare_step(step, changed=step is not first.steps[runtime])
         if chosen.stages[-1] is not self.stages[-1]:
             self.stages[:], self.facts.parameters.steps = chosen.stages, chosen.steps
-        return (compiled if chosen is first else chosen.function)(saved, cotangents)
+        with ExitStack() as running:
+            for runtime in steps:
+                running.enter_context(runtime.in_backward())
+            return (compiled if chosen is first else chosen.function)(saved, cotangents)
 
     def _lowered(self, steps: dict[Runtime, Step]) -> Backward:
         for one in self.known:

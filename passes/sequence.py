@@ -300,16 +300,9 @@ class Splitter:
 
     def as_whole(self, line: BoundSymbol) -> None:
         """Writes a line on whole operands."""
-        if is_random(line) and self.rules.eager and self._drawn_in_parts(line):
+        random = is_random(line)
+        if random and self.rules.eager and self._drawn_in_parts(line):
             return
-        if is_random(line):
-            ranks, remedy = "tensor_parallel", ""
-            if self.plan.axis is Axis.CONTEXT:
-                ranks, remedy = "a sequence", "apply it to a value that is computed from the split arguments, "
-            raise RuntimeError(
-                f"{line.sym.name} draws random numbers for a value that all ranks of {ranks} hold as a whole, and they "
-                f"would differ{place(line)}: {remedy}pass the numbers as an argument, or leave it out"
-            )
         operands = [a for a in line.flat_proxy_args if isinstance(a, TensorProxy) and a.name in self.values]
         whole = [self.whole(a) for a in operands]
         swap = {variableify(a): w for a, w in zip(operands, whole, strict=True)}
@@ -319,7 +312,19 @@ class Splitter:
         for old, found in zip(line.flat_proxy_outs, new.flat_proxy_outs, strict=True):
             if isinstance(old, TensorProxy):
                 value = self.values.setdefault(old.name, Value(old, line))
+                found = self._of_first_rank(line, found) if random else found
                 value.whole = value.whole if value.whole is not None else found
+
+    def _of_first_rank(self, line: BoundSymbol, x: TensorProxy) -> TensorProxy:
+        """What a line with random numbers gives on the first rank: each one draws others. The parts of one position are
+        its value and padding."""
+        if not x.ndim:
+            raise RuntimeError(
+                f"{line.sym.name} draws random numbers for one number that all ranks of a batch hold, and they would "
+                f"differ{place(line)}: let it have a dimension, pass it as an argument, or leave it out"
+            )
+        part = self.at(Split(0, 1, 1, x.shape[0]))
+        return self.writer.emit(line, lambda: gather_parts(cut(x, part), part))[0]
 
     def _drawn_in_parts(self, line: BoundSymbol) -> bool:
         """Writes a line that draws random numbers for a value that all ranks hold: each draws a part of them, which are

@@ -340,7 +340,7 @@ PRODUCTS = [
     lambda: F.bilinear(x(4, 5), x(4, 6), x(8, 5, 6), x(8)),
     lambda: torch.matmul(x(6), x(4, 6, 8)),
     *([lambda: F.grouped_mm(x(8, 16), x(2, 16, 32), offs=_ends(3, 8))] if hasattr(F, "grouped_mm") else ()),
-    lambda: torch.baddbmm(x(6, 8), x(4, 6, 5), x(4, 5, 8)),
+    lambda: torch.baddbmm(x(6, 8), batch2=x(4, 5, 8), batch1=x(4, 6, 5)),
     lambda: torch.addmm(x(8), x(4, 6), x(6, 8)),
     lambda: torch.mm(x(4, 6), x(6, 8)),
     lambda: torch.ger(x(4), x(6)),

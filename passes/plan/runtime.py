@@ -295,6 +295,10 @@ class Runtime(Protocol):
         """Returns ``step``, or the one to run from here on if gradients are treated otherwise by now."""
         ...
 
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """Surrounds a backward."""
+        ...
+
     def compare_trace(self, collectives: list[str]) -> None:
         """Raises on every rank if the ranks have compiled different collectives. Called with those of each trace."""
 
@@ -334,6 +338,9 @@ class PlainRuntime:
 
     def begin_backward(self, step: Step) -> Step:
         return step
+
+    def in_backward(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def compare_trace(self, collectives: list[str]) -> None: ...
 

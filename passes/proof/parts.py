@@ -58,7 +58,8 @@ class Form(NamedTuple):
     """What a value of the new computation is of the recorded value ``number``.
 
     ``kind``: "whole", "part", "heads", "sum" and "mean" (what ranks have to add up), "border" (a result for the user,
-    or an argument with a gradient), or one of the steps of a loss. ``split`` is that of a part.
+    or an argument with a gradient), "drawn" (with this rank's random numbers), or one of the steps of a loss. ``split``
+    is that of a part.
     """
 
     kind: str
@@ -83,6 +84,7 @@ PARTIAL = {  # what ranks have to add up, in words
     "mean": "a mean over this rank's positions",
     "loss": "the sum of the losses of this rank's rows",
     "rows of rank": "the number of this rank's rows",
+    "drawn": "drawn by this rank",
 }
 
 
@@ -259,8 +261,9 @@ class _Proof:
     ) -> list[Form] | None:
         """The forms of a line's results if it computes a recorded line, or its parts."""
         kinds = {f.kind for f in operands}
-        if kinds <= {"whole"} and _constants(line, call) == entry.constants:
-            return [Form("whole", n) for n in entry.results]
+        if kinds <= {"whole", "drawn"} and _constants(line, call) == entry.constants:
+            kind = "drawn" if entry.random or "drawn" in kinds else "whole"
+            return [Form(kind, n) for n in entry.results]
         if call is None or entry.call is None:
             return None
         if "sum" in kinds <= {"sum", "whole"} and _constants(line, call) == entry.constants:
@@ -448,7 +451,8 @@ class _Proof:
 
 
 def _cut(form: Form, part: comm.Part) -> Form | None:
-    if form.kind != "whole":
+    first = form.kind == "drawn" and part.split.length == 1  # the others have padding
+    if form.kind != "whole" and not first:
         return None
     if part.fill is not None:
         return Form("filled", form.number, (part.split, part.fill))

@@ -56,6 +56,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     state = own_state(module)
+    state.runtime.check_call(name)
     reshard_in(module)
     try:
         return _jitted(module, key, function, name)(*args, **kwargs)

@@ -668,6 +668,7 @@ class ModelRuntime:
         self._agreed: set[tuple[str, ...]] = set()
         self._switches = False  # gradients were treated otherwise than a forward had foreseen
         self._last: Arrival | None = None  # the step that ran last
+        self._backwards = 0  # which are running
         self._usual: dict[Arrival | None, Arrival] = {}  # the step that followed each one the last time
 
     def group(self, axis: Axis) -> Any:
@@ -707,6 +708,23 @@ class ModelRuntime:
         if keep is not None:
             self.kept.used.add(keep.level)
         return step if step.treats_as(now) else now
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        self._backwards += 1
+        try:
+            yield
+        finally:
+            self._backwards -= 1
+
+    def check_call(self, name: str) -> None:
+        """Raises RuntimeError if a backward that is running calls ``name``, and ranks have parts of its gradients."""
+        if self._backwards and self.groups.sharing is not None and self.groups.sharing.size() > 1:
+            raise RuntimeError(
+                f"{name} is called in backward, by a function that computes its own gradient: ranks of "
+                "context_parallel or tensor_parallel have parts of gradients there. Leave that function out, such as "
+                "reversible layers, or these options"
+            )
 
     def check_step(self, step: Step) -> None:
         """Raises RuntimeError unless the compiled step fits the model now. Its messages are short, because Thunder then

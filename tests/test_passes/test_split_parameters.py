@@ -335,9 +335,35 @@ def test_random_numbers_of_whole_values_are_drawn_in_parts(compiled):
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
-def test_random_numbers_that_do_not_divide_are_refused(compiled):
-    with pytest.raises(RuntimeError, match="all ranks of tensor_parallel hold as a whole, and they would differ"):
-        compiled(lambda: Dropping(width=5), torch.ones(3, 5))
+def test_random_numbers_that_do_not_divide_are_those_of_the_first_rank(compiled):
+    cmodel = compiled(lambda: Dropping(width=5), torch.ones(3, 5))
+    lines = [b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols]
+    assert lines[-5:] == ["dropout", "cut", "gather_parts", "to_output", "python_return"]
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+class Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.layer(grad), None
+
+
+class Recomputing(MLP):
+    def forward(self, x):
+        return Reversible.apply(super().forward(x), self.up)
+
+
+def test_a_layer_that_backward_calls_is_refused(compiled):
+    policy = CompilePolicy(eager=[Recomputing])
+    with pytest.raises(
+        RuntimeError, match="Linear is called in backward, by a function that computes its own gradient"
+    ):
+        compiled(lambda: nn.Sequential(Recomputing(4, 4)), torch.ones(3, 4), compile_policy=policy)
 
 
 @pytest.mark.parametrize(

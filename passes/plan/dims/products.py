@@ -265,9 +265,15 @@ def inner(results: Shapes, input: Operand, other: Operand) -> Draft:
 
 
 def added_product(left: str, right: str, result: str) -> Any:
-    """torch.addmm and its like, by the letters of their dims."""
+    """torch.addmm and its like, by the letters of their dims. Names of the factors are in alphabetic order."""
 
-    def rule(results: Shapes, input: Operand, first: Operand, second: Operand, *args: Any, **scales: Any) -> Draft:
+    def rule(results: Shapes, input: Operand, *args: Any, **named: Any) -> Draft:
+        given = (*args, *(named[name] for name in sorted(named)))
+        factors = [x for x in given if isinstance(x, Operand)]
+        if len(factors) != 2:
+            raise Unknown
+        first, second = factors
+
         def labels(letters: str) -> Labels:
             return tuple(ord(c) for c in letters)
 

@@ -73,6 +73,10 @@ def compiled(attention, arguments="whole"):
     cmodel = thunder.jit(shardtrace.fsdp(Net(returns=attention != "tensor"), mesh=mesh, **options))
     x = torch.zeros(2, LENGTH if arguments == "whole" else LENGTH // 2, dtype=torch.long)
     cmodel(x, x)[1].backward()
+    return proven_facts(cmodel)
+
+
+def proven_facts(cmodel):
     assert shardtrace.prove(cmodel).verdict == "proven"
     (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, FirstStage))
     return first.compilation.finished[-1]
@@ -223,6 +227,21 @@ def test_mutants_are_found(fake_ranks, attention, arguments):
         for wrong, line in found:
             assert list(unproven(before, wrong, context)), f"{kind.__name__}: {line}"
     assert count > 60
+
+
+def test_random_numbers_of_one_rank_are_not_those_of_all(fake_ranks):
+    fake_ranks(2)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
+    cmodel = thunder.jit(shardtrace.fsdp(model, mesh=mesh, tensor_parallel="inner"))
+    cmodel(torch.ones(1, 3)).sum().backward()
+    facts = proven_facts(cmodel)
+    *lines, drawn, cut, gathered, output, result = facts.record.first.bound_symbols
+    wrong = output.from_bsym_swap_proxies({variableify(gathered.output): cut.args[0]}, skip_output=True)
+    wrong = with_lines(facts.record.first, [*lines, drawn, wrong, result])
+    (why,) = unproven(facts.record.stages[0], wrong, facts.tensors)
+    assert "to_output" in why
+    assert "is given drawn" in why
 
 
 def test_an_output_that_is_not_at_the_border(fake_ranks):

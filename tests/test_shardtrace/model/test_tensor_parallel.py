@@ -226,29 +226,34 @@ def test_sums_of_parts_are_not_saved(tmp_path):
 
 
 class Dropping(nn.Module):
-    """One product, whose result is dropped out."""
+    """One product, whose result is dropped out and scaled at random."""
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.layer = nn.Linear(4, 64, bias=False)
+        self.layer = nn.Linear(4, width, bias=False)
 
     def forward(self, x):
-        return F.dropout(self.layer(x), 0.5, self.training)
+        y = F.dropout(self.layer(x), 0.5, self.training)
+        return torch.where(torch.rand_like(y[:, :1]) < 0.5, y, 2 * y)
 
 
 @on_ranks(2)
-def test_dropout_of_whole_values_is_equal_on_all_ranks():
-    model = shardtrace.fsdp(Dropping(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
-    x = torch.ones(8, 4)
+@pytest.mark.parametrize(("rows", "width", "eager"), [(8, 64, []), (9, 33, []), (9, 33, [Dropping])])
+def test_random_numbers_of_whole_values_are_equal_on_all_ranks(rows, width, eager):
+    options = {"mesh": mesh_of((1, 2), "tensor"), "compile_policy": CompilePolicy(eager=eager)}
+    model = shardtrace.fsdp(nn.Sequential(Dropping(width)), tensor_parallel="tensor", **options)
+    x = torch.ones(rows, 4)
     torch.manual_seed(dist.get_rank())
     y = model(x)
     y.sum().backward()
     assert on_each_rank_equal(y.detach())
-    kept = y.detach() != 0
-    torch.testing.assert_close(y.detach(), 2 * kept * (x @ shardtrace.full_state_dict(model)["layer.weight"].T))
-    torch.testing.assert_close(shardtrace.full_gradients(model)["layer.weight"], (2.0 * kept).T @ x)
-    first, second = kept.chunk(2, -1)
-    assert not torch.equal(first, second)  # each rank has drawn one of them
+    product = x @ shardtrace.full_state_dict(model)["0.layer.weight"].T
+    factors = (y.detach() / product).round()
+    assert factors.unique().tolist() == [0, 2, 4]
+    torch.testing.assert_close(y.detach(), factors * product)
+    torch.testing.assert_close(shardtrace.full_gradients(model)["0.layer.weight"], factors.T @ x)
+    first, second = (factors != 0).split(32, -1)  # of 64, each rank has drawn one of them
+    assert width == 33 or not torch.equal(first, second)
 
 
 @on_ranks(2)
