@@ -102,7 +102,7 @@ def _calling_operator(line: BoundSymbol) -> BoundSymbol:
 
 
 regions = Regions("torchcompile")
-regions._implmap = torch_compile_ex._implmap
+regions.implmap.update(torch_compile_ex.implmap)
 
 
 def with_regions(executors: Sequence[Executor]) -> tuple[Executor, ...]:

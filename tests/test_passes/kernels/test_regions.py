@@ -76,7 +76,7 @@ def test_forward_is_a_region_and_backward_another(single_rank):
     assert forward[-1] == "torch_add_0"
     assert backward.count("aten_mm") == 4
     assert "torch_gelu_0" in backward  # cheap: it is computed again
-    assert not {"torch_linear_0", "aten_native_layer_norm"} & {*backward}  # they are not
+    assert "torch_linear_0" not in backward  # a product is not
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
