@@ -316,8 +316,8 @@ class Splitter:
                 value.whole = value.whole if value.whole is not None else found
 
     def _of_first_rank(self, line: BoundSymbol, x: TensorProxy) -> TensorProxy:
-        """What a line with random numbers gives on the first rank: each one draws others. The parts of one position are
-        its value and padding."""
+        """The first rank's result, on all ranks: each of them draws other numbers. The first dimension is gathered as
+        if it were a single position, which is the first rank's part. The other parts are padding."""
         if not x.ndim:
             raise RuntimeError(
                 f"{line.sym.name} draws random numbers for one number that all ranks of a batch hold, and they would "
