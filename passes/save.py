@@ -477,11 +477,7 @@ def _read_shards(trace: TraceCtx, swapped: dict[str, Swapped]) -> TraceCtx:
     unpacked = {o.name: o for b in lines if is_unpack(b) for o in b.flat_proxy_outs if o.name in swapped}
     if not unpacked:
         return trace
-    shards: dict[Variable, TensorProxy] = {}
-    with tracectx(new):
-        for name, full in unpacked.items():
-            shard = swapped[name].shard
-            shards[variableify(full)] = TensorProxy(like=shard, requires_grad=False)
+    shards = {variableify(full): swapped[name].shard for name, full in unpacked.items()}
     full_of, gathers = _unsharded(new, lines, unpacked, swapped, shards)
     for b in lines:
         if is_unpack(b):

@@ -66,8 +66,8 @@ kernels = executor
 """An executor with which the lines of a sharded model call torch's own functions, forward and backward.
 
 A sharded model has it by default if ``thunder.jit`` is given no executors. Add it to executors of your own choice:
-``thunder.jit(model, executors=["sdpa", shardtrace.kernels, "torchcompile"])``. Beside an executor that fuses, only
-what is better not fused is torch's own: attention, convolutions, batch norm and cross entropy.
+``thunder.jit(model, executors=["sdpa", shardtrace.kernels, "torchcompile"])``, which then compiles these same lines.
+Beside nvFuser only what is better not fused is torch's own: attention, convolutions, batch norm and cross entropy.
 """
 
 __all__ = [

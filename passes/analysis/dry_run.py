@@ -489,8 +489,11 @@ def _prims(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 
 def _run_part(bsym: BoundSymbol, local: Values) -> None:
-    """Adds the outputs of a prim to ``local``: views of its arguments, or new contiguous tensors."""
+    """Adds the outputs of a prim, or of a line of torch, to ``local``: views of its arguments, or new contiguous
+    tensors."""
     view = VIEWS.get(bsym.sym.id)
+    if view is None and Property.VIEW in properties(bsym.sym) and not bsym.subsymbols:
+        local |= _on_meta(bsym, local).outputs
     for o in _outputs(bsym):
         if view is not None:
             local[o.name] = view(*_concrete(bsym.args, local), **_concrete(bsym.kwargs, local))

@@ -19,14 +19,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from passes.compat.jit import compile_data_and_stats, shape_of, symbol_that_calls
+from passes.kernels.regions import fuses, fuses_symbols
 
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
-from thunder.executors.torch_compile import torch_compile_xentropy_ex
-from thunder.extend import Executor, FusionExecutor, OperatorExecutor, register_executor
+from thunder.extend import OperatorExecutor, register_executor
 
 Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
 # A result or a tuple of results, and the function from their gradients to those of the arguments.
@@ -59,15 +59,16 @@ def is_beside_fusions() -> bool:
     return data is not None and any(map(fuses, data.executors_list))
 
 
+def is_beside_symbols() -> bool:
+    """True if an executor of the running compilation compiles regions of Thunder's symbols alone."""
+    data, _ = compile_data_and_stats()
+    return data is not None and any(map(fuses_symbols, data.executors_list))
+
+
 def has_kernels() -> bool:
     """True if an executor of the running compilation has these kernels."""
     data, _ = compile_data_and_stats()
     return data is not None and executor in data.executors_list
-
-
-def fuses(executor: Executor) -> bool:
-    """True for an executor that compiles regions of a trace. Thunder's executor for cross entropy does nothing else."""
-    return isinstance(executor, FusionExecutor) and executor != torch_compile_xentropy_ex
 
 
 executor = KernelExecutor("torch_kernels", version="0.1")

@@ -25,7 +25,7 @@ from weakref import ref
 from passes.comm.symbols import Property
 from passes.compat.jit import OwnLine, OwnLines, symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
-from passes.kernels.aten import CONSTANTS, Meta, Program, find_program, flop_counter, properties_of, storage
+from passes.kernels.aten import CONSTANTS, Meta, Operation, Program, find_program, flop_counter, properties_of, storage
 from passes.plan.runtime import Unused
 
 import thunder.torch as ltorch
@@ -335,6 +335,11 @@ class TorchCall(OwnLine):
         if self.casts or self.program is None or self.program.returns is None:
             return None
         return _direct(self.key)
+
+    @property
+    def operations(self) -> Sequence[Operation] | None:
+        """The operators that the line runs where nothing is differentiated; None if it may do more than that."""
+        return self.program.forward if self.program is not None and self._direct() is not None else None
 
     def differentiate(self, *tensors: TensorProxy) -> Any:
         """The grad rule of the line."""

@@ -36,7 +36,7 @@ from passes.compat.jit import (
     without_log_of_fakes,
 )
 from passes.kernels import executor as kernels
-from passes.kernels.registration import fuses
+from passes.kernels.regions import fuses, with_regions
 from passes.kernels.torch_call import call_of
 from passes.pipeline import Compilation, Facts, FirstStage, Observe, Pass, pipeline
 from passes.plan import Axis, Gradients, ShardedParameter
@@ -263,9 +263,10 @@ def _written(bsym: BoundSymbol) -> Iterator[str]:
 
 
 def add_kernels(data: Any) -> None:
-    """Adds torch's own kernels to the executors of Thunder's ``data`` of a compilation.
+    """Adds torch's own kernels to the executors of Thunder's ``data`` of a compilation, and lets torch.compile have the
+    lines of torch.
 
-    Changes nothing if the user chose the executors, or if a default one fuses (nvFuser). They go ahead of Thunder's
+    No kernels if the user chose the executors, or if a default one fuses (nvFuser). They go ahead of Thunder's
     executor for cross entropy, which would fuse nothing else, and after those with attention for CUDA.
     """
     own = tuple(e for e in data.executors_list if isinstance(e, TemporaryExecutor))
@@ -275,6 +276,7 @@ def add_kernels(data: Any) -> None:
     if not chosen and not any(map(fuses, fusing)):
         operators = tuple(e for e in defaults if e not in fusing)
         data.executors_list = (*own, *operators, kernels, *fusing, *always)
+    data.executors_list = with_regions(data.executors_list)
 
 
 def dump() -> Observe | None:

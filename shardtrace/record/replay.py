@@ -21,7 +21,7 @@ from passes.analysis.recognise import InModule, names
 from passes.blocks import executor as block_calls
 from passes.compat.jit import add_note, compile_data_and_stats, name_as_user, names_of_users
 from passes.kernels.aten import Meta
-from passes.kernels.registration import has_kernels, is_beside_fusions
+from passes.kernels.registration import has_kernels, is_beside_symbols
 from passes.kernels.torch_call import TorchCall, executor, laid_out
 from passes.plan import ShardedParameter
 from passes.save import mark_block
@@ -108,7 +108,7 @@ class Replay:
         self._input_of, self._memory, self._written, self._absent = input_of, memory, written, absent
         self._names: dict[Any, str] = {}
         self._is_repeated = False  # in backward: the call that is written
-        self._has_kernels, self._fuses = has_kernels(), is_beside_fusions()
+        self._has_kernels, self._fuses = has_kernels(), is_beside_symbols()
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
