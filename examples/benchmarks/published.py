@@ -23,6 +23,8 @@ from passes.plan.cost import MEMORY, cluster, hardware
 from shardtrace.planner.training_plan import TrainingPlan
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from llama.model import CONFIGS, Config, Llama
@@ -34,7 +36,7 @@ class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
     its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks,
     ``tensor``: the ranks that share a batch and compute with parts of parameters, ``clock`` over that of ``device``.
-    ``compiled``: with torch.compile, for which the executor of that name stands.
+    ``compiled``: blocks by torch.compile, for which the executor of that name stands, and the loss not.
     """
 
     model: str
@@ -91,11 +93,40 @@ TENSOR = (
 )
 
 
+class Loss(torch.autograd.Function):
+    """Cross-entropy as eager PyTorch computes it: torchtitan's train.py of 2024 compiled blocks, and not the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, y: Tensor) -> Tensor:
+        scores = F.log_softmax(logits.flatten(0, 1).float(), dim=-1)
+        loss, weight = torch.ops.aten.nll_loss_forward(scores, y.flatten(), None, 1, -100)
+        ctx.save_for_backward(scores, y.flatten(), weight)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        scores, y, weight = ctx.saved_tensors
+        grad = torch.ops.aten.nll_loss_backward(grad, scores, y, None, 1, -100, weight)
+        grad = torch.ops.aten._log_softmax_backward_data(grad, scores, 1, torch.float32)
+        return grad.to(ctx.dtype).view(ctx.shape), None
+
+
+class EagerLoss(Llama):
+    """Llama with a loss that no executor compiles."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, cos, sin = self.embedding(x), self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        for layer in self.layers:
+            h = layer(h, cos, sin)
+        return Loss.apply(self.output(self.norm(h)), y)
+
+
 def predict(run: Run) -> TrainingPlan:
     """The plan with the options of a run."""
     config = replace(MODELS[run.model], context=run.tokens)
     with torch.device("meta"):
-        model = Llama(config)
+        model = EagerLoss(config) if run.compiled else Llama(config)
     cost = cluster(hardware(run.device), inside=None, between=None, node_ranks=None, attention=run.attention)
     device = cost.device
     bandwidth = device.bandwidth if run.bandwidth is None else MEMORY * run.bandwidth
