@@ -54,6 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mesh", type=mesh, help="such as '1x2 tensor': ranks of data x ranks that share a batch")
     parser.add_argument("--fake", action="store_true", help="compile for fake ranks in one process, without comparing")
     parser.add_argument("--strategy", default="zero3")
+    parser.add_argument("--executors", nargs="*", default=[], help="of thunder.jit, such as sdpa torchcompile")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time; one has as many processes as ranks")
     parser.add_argument("--out", type=Path, help="JSON lines; a model's last row counts")
@@ -152,9 +153,9 @@ def main() -> None:
         print("\n".join(f"{family} {name}" for family, name in models))
         return
     if options.here:
-        here(*models[0], Settings(1, options.fake, options.strategy, options.limit))
+        here(*models[0], Settings(1, options.fake, options.strategy, options.limit, executors=options.executors))
         return
-    settings = Settings(options.ranks, options.fake, options.strategy, options.limit, options.mesh)
+    settings = Settings(options.ranks, options.fake, options.strategy, options.limit, options.mesh, options.executors)
     began = time.monotonic()
     rows = run(models, settings, options.jobs, options.out)
     print(f"\n{outcomes.summary(rows)}\n{len(rows)} models in {time.monotonic() - began:.0f} s, rows in {options.out}")

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,18 +52,24 @@ processes = multiprocessing.get_context("fork")
 @dataclass(frozen=True)
 class Settings:
     """How the sweep is run. ``ranks`` 0 runs eager PyTorch only. ``mesh``: such as (1, 2, "tensor"), the ranks that have
-    batches of their own, those that share one, and how."""
+    batches of their own, those that share one, and how. ``executors``: those of ``thunder.jit``, not its default."""
 
     ranks: int = 2
     fake: bool = False  # compile for ``ranks`` fake ranks; nothing is compared
     strategy: str = "zero3"
     limit: float = 120.0  # seconds for the reference, and again for the sharded step
     mesh: tuple[int, int, str] | None = None
+    executors: Sequence[str] = ()
 
     @property
     def shares(self) -> int:
         """Into how many shares the batch is divided."""
         return self.mesh[0] if self.mesh is not None else self.ranks or 2
+
+    def compiled(self, model: nn.Module) -> Any:
+        """The model, sharded and jitted."""
+        jit_options = {"executors": list(self.executors)} if self.executors else {}
+        return thunder.jit(shardtrace.fsdp(model, **self.options()), **jit_options)
 
     def options(self) -> dict[str, Any]:
         """Of fsdp."""
@@ -332,7 +338,7 @@ def shard_and_compare(
         with shardtrace.testing.fake_ranks(settings.ranks):
             case = build(family, name)
             began = time.monotonic()
-            cmodel = thunder.jit(shardtrace.fsdp(case.model, **settings.options()))
+            cmodel = settings.compiled(case.model)
             seed(STEP_SEED)
             case.call(cmodel, 0, settings.shares).backward()
             return {"outcome": "compiled", "step": round(time.monotonic() - began, 2)}
@@ -350,7 +356,7 @@ def shard_and_compare(
 
 def _sharded_step(case: Case, rank: int, settings: Settings, reference: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
-    cmodel = thunder.jit(shardtrace.fsdp(case.model, **settings.options()))
+    cmodel = settings.compiled(case.model)
     share = rank * settings.shares // settings.ranks
     optimizer = torch.optim.SGD(cmodel.parameters(), lr=LEARNING_RATE, weight_decay=DECAY)
     seed(STEP_SEED)
