@@ -69,6 +69,7 @@ from passes.analysis.recognise import (
     is_random,
     is_repeatable,
     is_return,
+    is_sequence_issue,
     is_unpack,
     is_wait,
     may_be_taken_apart,
@@ -271,7 +272,10 @@ def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSy
     if not again:
         yield bsym
     elif _may_run_again(bsym, facts):
-        yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
+        # Thunder repeats a symbol without a gradient as it is, and a collective's parts have names, such as a future's
+        apart = is_constant_for_vjp(bsym) and any(map(is_sequence_issue, bsym.subsymbols))
+        for part in bsym.subsymbols if apart else (bsym,):
+            yield part.from_bsym(tags=part.tags | bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
     elif may_be_taken_apart(bsym):
         for part in _parts(bsym, facts.trace):
             yield from _tagged(part, facts, again=True)

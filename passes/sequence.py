@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, block_of, unique_name
@@ -46,8 +47,11 @@ from thunder.core.trace import TraceCtx, tracectx
 # ---- the walk ----
 
 
+NO_SPLITS: Mapping[str, Split] = MappingProxyType({})
 MOVES = Property.VIEW | Property.INDEX | Property.COPY | Property.CAST
-EXPANDS = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "reshape"})
+EXPANDS = frozenset(
+    {"getitem", "index_select", "expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "reshape"}
+)
 
 
 class Rules(NamedTuple):
@@ -91,6 +95,8 @@ class Splitter:
         rules: how lines that mix positions compute on parts.
         remarks: is told what is computed on whole sequences.
         inputs: the names of its inputs that need a gradient; None: those that are marked.
+        chosen: how inputs are cut that are parameters, by name: where they are used first, so that they are gathered
+            there.
     """
 
     def __init__(
@@ -100,8 +106,9 @@ class Splitter:
         rules: Rules,
         remarks: dict[str, None],
         inputs: set[str] | None = None,
+        chosen: Mapping[str, Split] = NO_SPLITS,
     ) -> None:
-        self.old, self.plan, self.rules, self.remarks = old, plan, rules, remarks
+        self.old, self.plan, self.rules, self.remarks, self.chosen = old, plan, rules, remarks, chosen
         self.writer = Writer(old, inputs)
         self.values: dict[str, Value] = {}
         self._parts: dict[tuple[Split, int | None], Part] = {}
@@ -183,6 +190,8 @@ class Splitter:
         ]
         found = self.writer.on_parts(line, call, operands, shapes)
         if placed.combine == "sum" and product_of(call) is not None:
+            if not self.rules.eager and nbytes(found) > nbytes(operands[:1]):
+                self.regather(self.writer.trace.bound_symbols[-1])  # the factor takes less memory than the product
             return self.add_up(line, call.results[0], found[0])
         if self._moves(line) and not self._gathered.isdisjoint(names(operands)):
             self.regather(self.writer.trace.bound_symbols[-1])
@@ -197,15 +206,22 @@ class Splitter:
 
     def add_up(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None = None) -> None:
         """Adds up, now or later, what ranks have of a product's result, of which each gets its rows if they divide."""
-        if bias is None and self._waits(old):
+        if bias is None and (not self.rules.eager or self._waits(old)):
             self.values[old.name].pending = x
         else:
             self._total(line, old, x, bias)
 
-    def _total(self, line: BoundSymbol, old: TensorProxy, x: TensorProxy, bias: TensorProxy | None) -> None:
+    def _total(
+        self,
+        line: BoundSymbol,
+        old: TensorProxy,
+        x: TensorProxy,
+        bias: TensorProxy | None,
+        wanted: Split | None = None,
+    ) -> None:
         dims = range(old.ndim - 1) if self.rules.rows and (bias is None or bias.ndim == 1) else ()
         splits = (Split(d, 1, self.plan.ranks, old.shape[d] // self.plan.ranks) for d in dims)
-        split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), None)
+        split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), wanted)
 
         def total() -> Any:
             found = sum_parts(x, self.everywhere) if split is None else scatter_parts(x, self.at(split))
@@ -214,7 +230,7 @@ class Splitter:
         (found,) = self.writer.emit(line, total)
         if split is None:
             return self.know_whole(old, found)
-        self.know_part(old, split, found, rows=True)
+        self.know_part(old, split, found, rows=self.rules.rows)
 
     # ---- sums that wait for smaller values ----
 
@@ -233,7 +249,7 @@ class Splitter:
             self.add_up(line, result, self.writer.swapped(line, swap).flat_proxy_outs[0])
             return True
         for name in pending:
-            self._settle(self.values[name])
+            self._settle(self.values[name], self._wanted(line, name))
         return False
 
     def _share(self, proxy: TensorProxy) -> TensorProxy:
@@ -244,7 +260,7 @@ class Splitter:
     def _is_linear(self, line: BoundSymbol, given: Set[str]) -> bool:
         """Whether a line is linear in the values ``given``."""
         call = self.torch_line(line) if not is_random(line) and not changes_values(line) else None
-        if call is None or len(call.results) != 1 or any(self.is_split(o) for o in call.operands):
+        if call is None or len(call.results) != 1 or any(map(self._only_in_parts, call.operands)):
             return False
         numbers = [i for i, o in enumerate(call.operands) if o.name in given]
         inexact = all(dtypes.is_inexact_dtype(p.dtype) for p in (*call.results, *(call.operands[i] for i in numbers)))
@@ -266,16 +282,27 @@ class Splitter:
     def _waits(self, value: TensorProxy) -> bool:
         """Whether only one line reads a value, and linear lines lead to one that has no more bytes, or may be added to
         another sum before."""
-        for line in self._only_reader(value.name) if self.rules.eager else ():
+        for line in self._only_reader(value.name):
             together = [a for a in line.flat_proxy_args if isinstance(a, TensorProxy)]
             return any(self._leads_to(line, names(given), nbytes(given)) for given in ((value,), tuple(together)))
         return False
 
-    def _settle(self, value: Value) -> None:
+    def _settle(self, value: Value, wanted: Split | None = None) -> None:
         x, value.pending = value.pending, None
         assert value.line is not None
         assert x is not None
-        self._total(value.line, value.proxy, x, None)
+        self._total(value.line, value.proxy, x, None, wanted)
+
+    def _wanted(self, line: BoundSymbol, name: str) -> Split | None:
+        """The part of a value that a line needs if another operand is there in parts only."""
+        call = self.torch_line(line)
+        for i, operand in enumerate(call.operands if call is not None else ()):
+            for split in self.splits(operand) if self._only_in_parts(operand) else ():
+                placed = follow(call, i, split)
+                if placed is not None and placed.combine is None:
+                    pairs = zip(call.operands, placed.operands, strict=True)
+                    return next((s for o, s in pairs if o.name == name and s is not None and self.is_even(s)), None)
+        return None
 
     def _combined(self, line: BoundSymbol, x: TensorProxy, how: str) -> TensorProxy:
         def combine() -> Any:
@@ -285,7 +312,8 @@ class Splitter:
         return self.writer.emit(line, combine)[0]
 
     def _mixed(self, line: BoundSymbol, call: TorchLine) -> None:
-        """Computes a line on whole operands. A result of the same sequence is cut again."""
+        """Computes a line on whole operands. A result of the same sequence is cut again, unless it holds positions, for
+        lines that need all of them."""
         operands = [o for o in call.operands if self.is_split(o) and not self.values[o.name].rows]
         splits = [s for o in operands for s in self.splits(o)]
         if any(dtypes.is_float_dtype(o.dtype) for o in operands):
@@ -294,6 +322,8 @@ class Splitter:
         self.as_whole(line)
         for result in call.results:
             whole = self.values[result.name].whole
+            if not dtypes.is_inexact_dtype(result.dtype):
+                continue
             split = next((s for s in splits if s.dim < result.ndim and result.shape[s.dim] == s.size), None)
             if split is not None and whole is not None:
                 self.know_part(result, split, self._cut(whole, self.at(split), line), native=True)
@@ -359,8 +389,14 @@ class Splitter:
     def is_split(self, proxy: Any) -> bool:
         return isinstance(proxy, TensorProxy) and proxy.name in self.values and self.values[proxy.name].is_split
 
+    def _only_in_parts(self, proxy: Any) -> bool:
+        """Whether a value was computed in parts, and the whole of it would have to be gathered."""
+        return self.is_split(proxy) and self.gather_cost(proxy) > 0
+
     def splits(self, proxy: TensorProxy) -> Sequence[Split]:
         """The splits in which a value was computed."""
+        if proxy.name in self.chosen:
+            return [self.chosen[proxy.name]]
         value = self.values[proxy.name]
         return list(value.parts) if value.is_split else []
 
@@ -568,7 +604,9 @@ class _Inside(Splitter):
         if (number, split) not in self._inputs:
             shape = tuple(proxy.shape) if split is None else self.at(split).local_shape(tuple(proxy.shape))
             with tracectx(self.writer.trace):
-                self._inputs[number, split] = TensorProxy(like=proxy, shape=shape)
+                found = self._inputs[number, split] = TensorProxy(like=proxy, shape=shape)
+            if split is not None and self._given[proxy.name][1].whole:  # a part of a parameter
+                self._gathered.add(found.name)
         return self._inputs[number, split]
 
 

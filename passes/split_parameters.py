@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -133,8 +133,7 @@ def _remarks(search: Search) -> Iterator[str]:
 
 
 class _Cutter(Splitter):
-    """The lines of a computation. Parameters that are ``chosen`` are cut where they are used first, so that they are
-    gathered there. ``tables`` are those of which embeddings take parts."""
+    """The lines of a computation. ``tables`` are those of which embeddings take parts."""
 
     def __init__(
         self,
@@ -146,11 +145,7 @@ class _Cutter(Splitter):
         rows: bool,
     ) -> None:
         rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True, rows=rows)
-        super().__init__(computation, context.plan, rules, context.remarks)
-        self.chosen = chosen
-
-    def splits(self, proxy: TensorProxy) -> Sequence[Split]:
-        return [self.chosen[proxy.name]] if proxy.name in self.chosen else super().splits(proxy)
+        super().__init__(computation, context.plan, rules, context.remarks, chosen=chosen)
 
 
 def _add_input(to: _Cutter, line: BoundSymbol, context: Context, *, sharded: bool) -> None:
@@ -196,7 +191,7 @@ def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 # ---- parts of a vocabulary ----
 
 EMBEDDING, LOSS = "nn.functional.embedding", "nn.functional.cross_entropy"
-LINEAR = "nn.functional.linear"
+LINEAR, GROUPED = "nn.functional.linear", "nn.functional.grouped_mm"
 
 
 def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine, *, tables: Collection[str]) -> bool:
@@ -292,12 +287,21 @@ class Search:
         hows: for each input that is a parameter, what the user says of it; None: nothing.
         ranks: over which they are cut.
         names: the qualified names of the parameters, for messages.
+        grouped: whether only products of groups of rows, such as those of experts, are looked at.
     """
 
-    def __init__(self, trace: TraceCtx, hows: Mapping[str, How | None], ranks: int, names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        trace: TraceCtx,
+        hows: Mapping[str, How | None],
+        ranks: int,
+        names: Mapping[str, str],
+        *,
+        grouped: bool = False,
+    ) -> None:
         vectors = {p.name for p in trace.args if isinstance(p, TensorProxy) and p.ndim < 2}  # are cut as their matrices
         self.hows = {p: None if p in vectors and how != "whole" else how for p, how in hows.items()}
-        self.ranks, self.names = ranks, names
+        self.ranks, self.names, self.grouped = ranks, names, grouped
         self.lines = [b for b in trace.bound_symbols if not is_unpack(b)]
         self.calls = {id(b): torch_line(b) for b in self.lines if not is_return(b) and block_of(b) is None}
         self.makers = {o.name: b for b in reversed(self.lines) if id(b) in self.calls for o in b.flat_proxy_outs}
@@ -316,7 +320,7 @@ class Search:
             call = self.calls.get(id(line))
             if (factors := self.factors.get(id(line))) is not None:
                 self._product(line, factors)
-            elif call is not None and _takes_classes(call):
+            elif call is not None and not self.grouped and _takes_classes(call):
                 self._share(line, call.args[0], self._equal(call.args[0], 1), self.returned)
         for proxy, how in self.hows.items():
             if how in ("colwise", "rowwise") and proxy in self.readers and proxy not in self.found:
@@ -335,7 +339,7 @@ class Search:
         key = id(block), tuple(hows.items())
         if key not in self._blocks:
             named = {inside: self.names[outside] for inside, outside in pairs}
-            self._blocks[key] = Search(block.trace, hows, self.ranks, named)
+            self._blocks[key] = Search(block.trace, hows, self.ranks, named, grouped=self.grouped)
             self._blocks[key].run()
         search = self._blocks[key]
         outside = dict(pairs)
@@ -345,7 +349,7 @@ class Search:
     def _factors(self, call: TorchLine | None) -> _Factors | None:
         """The factors of a product, if one of them comes from a parameter: the right one, or else the left one."""
         product = product_of(call)
-        if call is None or product is None:
+        if call is None or product is None or (self.grouped and call.name != GROUPED):
             return None
         plain = call if product.bias is None else without_bias(call, product)
         left, right = plain.operands[:2]

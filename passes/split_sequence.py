@@ -55,6 +55,7 @@ from passes.kernels.attention import CausalAttention
 from passes.plan import Axis, TracedParameters
 from passes.plan.plan import Split
 from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return
+from passes.split_parameters import Search
 from passes.writer import writing
 
 import torch
@@ -79,7 +80,8 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     """
     if context is None or context.plan.ranks == 1:
         return computation
-    to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
+    experts = _experts(computation, context, parameters)
+    to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks, chosen=experts)
     with writing():
         gathers = given_parts(computation)
         for line in filter(is_unpack, computation.bound_symbols):
@@ -92,6 +94,13 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         for line in filter(is_return, computation.bound_symbols):
             add_return(to, line, context)
     return to.writer.finished()
+
+
+def _experts(computation: TraceCtx, context: Context, parameters: TracedParameters) -> dict[str, Split]:
+    """How the parameters of grouped products are cut. Routing mixes tokens, so that every rank has all of them."""
+    names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
+    chunks = context.plan.pieces * context.plan.ranks
+    return Search(computation, dict.fromkeys(names), chunks, names, grouped=True).run()
 
 
 def given_parts(computation: TraceCtx) -> dict[str, BoundSymbol]:
@@ -115,7 +124,7 @@ def _add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bo
     p = line.output
     if not isinstance(p, TensorProxy):
         return
-    value = to.values[p.name] = Value(p, whole=p)
+    value = to.values[p.name] = Value(p, whole=p, is_split=p.name in to.chosen)
     to.writer.taken.add(p.name)
     if p.requires_grad and not sharded and p.numel:
         context.differentiated.add(p.name)

@@ -112,6 +112,21 @@ class Mixture(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
+class Sparse(nn.Module):
+    """Tokens (B, T) to a loss, by layers of experts."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Experts()) for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens)
+        for layer in self.layers:
+            h = h + layer(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
 class Convolution(nn.Module):
     """A causal convolution along the sequence, beside a residual."""
 

@@ -8,7 +8,18 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from contexts import Attention, Hidden, Tokens, batch, hugging_face, mesh_of, of_hugging_face, of_logits
+from contexts import (
+    Attention,
+    Hidden,
+    Mixture,
+    Tokens,
+    batch,
+    hugging_face,
+    inside,
+    mesh_of,
+    of_hugging_face,
+    of_logits,
+)
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
 from thunder.core.proxies import TensorProxy
@@ -140,6 +151,23 @@ class PositionDropout(Tokens):
     def forward(self, x):
         position = F.dropout(self.position(torch.arange(x.shape[1])), 0.1)
         return self.head(self.embedding(x) + position)
+
+
+def test_tokens_of_experts_are_sent_once_in_each_direction(sharded):
+    """Each rank has all tokens, and a part of the middle dimension of each expert. Their weights and choices, and the
+    three numbers of the loss, are small."""
+    model = sharded(Mixture(), shape=(1, 2))
+    inside(model, *batch(0, 12)).backward()
+    tokens = 2 * 12 * 8 * 4
+    large = [(kind, phase) for kind, phase, size in sent(model) if size >= tokens]
+    assert large == [
+        ("all_gather_parts", "forward"), ("reduce_scatter_parts", "forward"),
+        ("all_gather_parts", "backward"), ("all_gather_parts", "backward"), ("reduce_scatter_parts", "backward"),
+    ]  # fmt: skip
+    products = [b for b in lines_of(model) if "grouped" in b.sym.name and "backward" not in b.sym.name]
+    assert [b.args[1].shape for b in products] == [(4, 8, 16), (4, 8, 8)]  # of matrices of 32 and 16
+    saved = thunder.last_traces(model)[-1].bound_symbols[-1].flat_proxy_args
+    assert (2 * 12, 8) not in {t.shape for t in saved if isinstance(t, TensorProxy)}  # the tokens of all ranks
 
 
 def test_random_numbers_of_whole_values_are_those_of_the_first_rank(sharded):

@@ -15,6 +15,8 @@ from contexts import (
     VOCAB,
     Convolution,
     Hidden,
+    Mixture,
+    Sparse,
     Tokens,
     batch,
     compare_gradients,
@@ -89,6 +91,7 @@ OPTIONS = {
     "too short": {"length": 3},
     "ranks without a part": {"length": 5, "context": ContextParallel("context", attention="gather")},
     "one rank": {"shape": (2, 1)},
+    "experts": {"build": partial(Mixture, turns=True), "loss_of": inside},
 }
 
 
@@ -113,6 +116,10 @@ PROVEN = {
     "model bucket": {"bucketing_strategy": "model"},
     "sdpa": {"compile_policy": CompilePolicy(jit={"executors": ["sdpa"]})},
     "torch_kernels": {"compile_policy": CompilePolicy(jit={"executors": [shardtrace.kernels]})},
+    "experts": {"build": Mixture, "loss_of": inside, "mp_policy": "bf16"},
+    "experts that take turns": {"build": partial(Mixture, turns=True), "loss_of": inside, "length": 12},
+    "experts, full": {"build": Sparse, "loss_of": inside, "activation_checkpointing": "full"},
+    "experts, cheap": {"build": Sparse, "loss_of": inside, "activation_checkpointing": "cheap"},
 }
 
 
