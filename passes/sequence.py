@@ -296,7 +296,9 @@ class Splitter:
     def _wanted(self, line: BoundSymbol, name: str) -> Split | None:
         """The part of a value that a line needs if another operand is there in parts only."""
         call = self.torch_line(line)
-        for i, operand in enumerate(call.operands if call is not None else ()):
+        if call is None:
+            return None
+        for i, operand in enumerate(call.operands):
             for split in self.splits(operand) if self._only_in_parts(operand) else ():
                 placed = follow(call, i, split)
                 if placed is not None and placed.combine is None:

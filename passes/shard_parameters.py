@@ -273,9 +273,10 @@ def _find_cuts(computation: TraceCtx, parameters: TracedParameters) -> dict[Shar
 
 
 def _travels_in_parts(plan: BucketPlan, part: Part) -> bool:
-    """Whether a rank can receive its part of a parameter without the others."""
+    """Whether a rank can receive its part of a parameter without the others: single chunks, without padding."""
+    single = part.split.length == part.plan.pieces * part.plan.ranks
     plain = plan.outer is None and plan.host is None and plan.gather is None and plan.reduction is None
-    return plain and plan.placement is Placement.SHARD and len(part.plan.seats) == plan.world_size
+    return single and plain and plan.placement is Placement.SHARD and len(part.plan.seats) == plan.world_size
 
 
 def _synchronize(

@@ -54,8 +54,8 @@ from passes.comm.sequence import (
 from passes.kernels.attention import CausalAttention
 from passes.plan import Axis, TracedParameters
 from passes.plan.plan import Split
+from passes.search import Search
 from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return
-from passes.split_parameters import Search
 from passes.writer import writing
 
 import torch

@@ -17,7 +17,7 @@ FLOORS = [
     ["passes.kernels"],
     ["passes.analysis"],
     ["passes.writer"],
-    ["passes.sequence"],
+    ["passes.search", "passes.sequence"],
     ["passes"],  # the passes
     ["passes.proof"],
     ["passes.pipeline"],

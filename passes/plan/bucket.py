@@ -275,9 +275,9 @@ def _strides(shape: Shape) -> Shape:
 class CutLayout:
     """The messages between ranks for a bucket of which each rank computes with a part of the members.
 
-    A *seat* is a rank's number among those that share parameters, and so that of its part. ``received`` has, for each
-    rank, the elements of each member that are in its rows and in this rank's part; ``sent``, for each seat, those that
-    are in this rank's rows and in the part of the seat.
+    A *seat* is a rank's number among those that share parameters, and so that of its part, whose chunks are single.
+    ``received`` has, for each rank, the elements of each member that are in its rows and in this rank's part; ``sent``,
+    for each seat, those that are in this rank's rows and in the part of the seat.
     """
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
@@ -309,9 +309,9 @@ def _rows(p: ShardedParameter, rank: int) -> range:
 
 def positions_of(p: ShardedParameter, rank: int, seat: int) -> list[int]:
     """Where, along the dim that is cut, a rank's rows are in the part of a seat."""
-    split = p.cut.split
+    split, held = p.cut.split, p.cut.plan.chunks_of(seat)
     rows = _rows(p, rank) if split.dim == 0 else range(split.size)
-    return [i for i, at in enumerate(rows) if at // split.inner % split.length == seat]
+    return [i for i, at in enumerate(rows) if at // split.inner % split.length in held]
 
 
 def _elements(p: ShardedParameter, rank: int, seat: int) -> int:
@@ -319,14 +319,15 @@ def _elements(p: ShardedParameter, rank: int, seat: int) -> int:
     split, rows = p.cut.split, _rows(p, rank)
     if split.dim != 0:
         return len(rows) * math.prod(p.used_shape[1:])  # each row has as much of each part
-    first, end = (_before(at, split, seat) for at in (rows.start, rows.stop))
-    return (end - first) * math.prod(p.full_shape[1:])
+    chunks = p.cut.plan.chunks_of(seat)
+    count = sum(_before(rows.stop, split, chunk) - _before(rows.start, split, chunk) for chunk in chunks)
+    return count * math.prod(p.full_shape[1:])
 
 
-def _before(row: int, split: Split, seat: int) -> int:
-    """How many of the first rows are in the part of a seat."""
+def _before(row: int, split: Split, chunk: int) -> int:
+    """How many of the first rows are in a chunk."""
     each, rest = divmod(row, split.length * split.inner)
-    return each * split.inner + min(max(rest - seat * split.inner, 0), split.inner)
+    return each * split.inner + min(max(rest - chunk * split.inner, 0), split.inner)
 
 
 # ---- buckets ----
@@ -543,7 +544,7 @@ def group_uses(uses: Iterable[Use]) -> list[Group]:
     buckets: dict[Hashable, list[Use]] = {}
     for use in uses:
         plan = use.parameter.plan
-        key = id(plan), keys[id(use)], use.dtype, use.device, use.parameter.cut is not None
+        key = id(plan), keys[id(use)], use.dtype, use.device, use.parameter.cut and id(use.parameter.cut.plan)
         buckets.setdefault(key, []).append(use)
     return [Group(label, members) for bucket in buckets.values() for label, members in _pieces(bucket)]
 

@@ -61,8 +61,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 SHAPES = ((5, 2), (3,), (4, 3))  # of the members: the last rank has padding, or nothing
-CUTS = {  # of the members of which two ranks have parts: how they are cut
-    (6, 4): Split(0, 1, 2, 3), (4,): Split(0, 1, 2, 2), (5, 4): Split(1, 1, 2, 2), (12, 2): Split(0, 3, 2, 2),
+CUTS = {  # of the members of which two ranks have parts of one or two pieces: how they are cut
+    1: {(6, 4): Split(0, 1, 2, 3), (4,): Split(0, 1, 2, 2), (5, 4): Split(1, 1, 2, 2), (12, 2): Split(0, 3, 2, 2)},
+    2: {(8, 4): Split(0, 1, 4, 2), (4,): Split(0, 1, 4, 1), (5, 4): Split(1, 1, 4, 1), (12, 2): Split(0, 3, 4, 1)},
 }  # fmt: skip
 LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
 PATIENCE = 20.0  # seconds until a rank is taken for lost
@@ -220,11 +221,12 @@ class Case(NamedTuple):
     inner: bool  # whether other ranks reduce the result next
     wire: Wire | None
     seats: tuple[int, ...] = ()  # of each rank, with which part of the members it computes; none: with the whole
+    pieces: Literal[1, 2] = 1  # of a part
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
         if self.seats:
-            return tuple(CUTS)
+            return tuple(CUTS[self.pieces])
         return LARGE if self.direct or self.wire is not None else SHAPES
 
 
@@ -266,11 +268,12 @@ def _is_by_a_users_wire(line: BoundSymbol) -> bool:
 def _case(line: Any, wait: Any) -> Case:
     bucket = bucket_of(line)
     plan, seats = bucket.plan, _seats(bucket)
+    pieces: Literal[1, 2] = bucket.members[0].parameter.cut.plan.pieces if bucket.is_cut else 1
     return Case(
         function_of(line), function_of(wait), line.sym.id in GATHERS, plan.placement,
         len(seats) or min(plan.world_size, 3),
         plan.direct, plan.averages, plan.sums, plan.divisor / plan.world_size, bucket.dtype, bucket.rest_dtype,
-        plan.param_dtype, plan.outer is not None, bucket.wire, seats,
+        plan.param_dtype, plan.outer is not None, bucket.wire, seats, pieces,
     )  # fmt: skip
 
 
@@ -339,23 +342,30 @@ def _bucket(case: Case, rank: int, runtime: PlainRuntime) -> Bucket:
 def _cut_of(shape: tuple[int, ...], case: Case, rank: int) -> Part | None:
     if not case.seats:
         return None
-    return Part(ContextPlan(2, case.seats[rank], pieces=1, seats=case.seats), CUTS[shape])
+    plan = ContextPlan(2, case.seats[rank], pieces=case.pieces, seats=case.seats)
+    return Part(plan, CUTS[case.pieces][shape])
+
+
+def _chunks(case: Case, rank: int) -> torch.Tensor:
+    """The chunks that a rank has of each member."""
+    seat = case.seats[rank]
+    return torch.tensor([seat] if case.pieces == 1 else [seat, 3 - seat])
 
 
 def _used(value: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
     """What a rank computes with, of a value, according to the law."""
     if not case.seats:
         return value
-    dim, *sizes = CUTS[tuple(value.shape)]
-    return value.unflatten(dim, sizes).select(dim + 1, case.seats[rank]).flatten(dim, dim + 1)
+    dim, *sizes = CUTS[case.pieces][tuple(value.shape)]
+    return value.unflatten(dim, sizes).index_select(dim + 1, _chunks(case, rank)).flatten(dim, dim + 2)
 
 
 def _contributed(gradient: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
     """A gradient of a whole value, of which a rank has that of what it computes with."""
     if not case.seats:
         return gradient
-    dim, *sizes = CUTS[tuple(gradient.shape)]
-    kept = torch.zeros(sizes[1]).index_fill(0, torch.tensor([case.seats[rank]]), 1.0)
+    dim, *sizes = CUTS[case.pieces][tuple(gradient.shape)]
+    kept = torch.zeros(sizes[1]).index_fill(0, _chunks(case, rank), 1.0)
     shape = [1] * dim + [1, sizes[1], 1] + [1] * (gradient.dim() - dim - 1)
     return (gradient.unflatten(dim, sizes) * kept.view(shape)).reshape(gradient.shape)
 

@@ -104,7 +104,14 @@ def plan_of(state: ShardedState) -> ContextPlan | None:
     if group is None or options is None:
         return None
     direct = transport(group, {e.device.type for e in state.entries}).direct
-    return ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
+    return ContextPlan(
+        group.size(),
+        group.rank(),
+        attention=options.attention,
+        direct=direct,
+        runtime=state.runtime,
+        seats=state.groups.seats["context"],
+    )
 
 
 def _tensors_of(state: ShardedState) -> Tensors | None:
@@ -119,7 +126,7 @@ def _tensors_of(state: ShardedState) -> Tensors | None:
         axis=Axis.TENSOR,
         direct=direct,
         runtime=state.runtime,
-        seats=state.groups.seats,
+        seats=state.groups.seats["tensor"],
     )
     return Tensors(plan, hows=options.hows(e.name for e in state.entries))
 

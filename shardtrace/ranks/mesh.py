@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -191,7 +192,9 @@ class Groups(NamedTuple):
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     sharing: dist.ProcessGroup | None = None
-    seats: tuple[int, ...] = ()  # of all ranks, in order: the number of each in its ``tensor`` group
+    seats: Mapping[str, tuple[int, ...]] = MappingProxyType(
+        {}
+    )  # of all ranks, in order: the number of each in its group
 
 
 def resolve_groups(
@@ -251,11 +254,10 @@ def _sharing(mesh: Mesh | None, dims: Mapping[str, str], *, hybrid: bool) -> Gro
     sharing = next(iter(groups.values()))
     if len(groups) > 1:
         sharing = mesh[tuple(d for d in every if d in dims.values())]._flatten().get_group()
-    everyone, seats = _everyone(mesh), tuple[int, ...]()
-    if "tensor" in dims:
-        along = every.index(dims["tensor"])
-        seat_of = {int(mesh.mesh[place]): place[along] for place in product(*map(range, mesh.mesh.shape))}
-        seats = tuple(seat_of[rank] for rank in dist.get_process_group_ranks(everyone))
+    everyone = _everyone(mesh)
+    place_of = {int(mesh.mesh[place]): place for place in product(*map(range, mesh.mesh.shape))}
+    places = [place_of[rank] for rank in dist.get_process_group_ranks(everyone)]
+    seats = {kind: tuple(place[every.index(dim)] for place in places) for kind, dim in dims.items()}
     flat = DeviceMesh.from_group(everyone, mesh.device_type)
     return Groups(flat, everyone, everyone, sharing=sharing, seats=seats, **groups)
 

@@ -166,6 +166,8 @@ def test_tokens_of_experts_are_sent_once_in_each_direction(sharded):
     ]  # fmt: skip
     products = [b for b in lines_of(model) if "grouped" in b.sym.name and "backward" not in b.sym.name]
     assert [b.args[1].shape for b in products] == [(4, 8, 16), (4, 8, 8)]  # of matrices of 32 and 16
+    parts = [row.bytes for row in shardtrace.collectives(model) if row.bucket == "experts" and row.kind == "all_gather"]
+    assert parts == [4 * 48 * 8 * 4 // 2] * 2  # half of the experts, in each direction
     saved = thunder.last_traces(model)[-1].bound_symbols[-1].flat_proxy_args
     assert (2 * 12, 8) not in {t.shape for t in saved if isinstance(t, TensorProxy)}  # the tokens of all ranks
 

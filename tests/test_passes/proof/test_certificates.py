@@ -5,6 +5,7 @@ import functools
 import shardtrace  # isort: split
 
 from dataclasses import replace
+from functools import partial
 
 from passes.comm import cuts, direct, native, quantized, sequence
 from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
@@ -19,7 +20,7 @@ from shardtrace.testing import fake_ranks
 import pytest
 import thunder
 import torch
-from contexts import VOCAB, hugging_face
+from contexts import VOCAB, Mixture, hugging_face, inside, of_hugging_face
 from thunder.core import transforms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,11 +58,12 @@ def proof_of_sequence():
         if attention == "tensor":
             options = {"tensor_parallel": "inner"}
         else:
-            options = {"context_parallel": ContextParallel("inner", attention=attention)}
-        model = shardtrace.fsdp(hugging_face("Llama"), mesh=mesh, checks=shardtrace.Checks(prove=False), **options)
+            options = {"context_parallel": ContextParallel("inner", attention=attention.replace("experts", "auto"))}
+        build = Mixture if attention == "experts" else partial(hugging_face, "Llama")
+        model = shardtrace.fsdp(build(), mesh=mesh, checks=shardtrace.Checks(prove=False), **options)
         jitted = thunder.jit(model)
         x = torch.randint(1, VOCAB, (2, 13))
-        jitted(input_ids=x, labels=x)
+        (inside if attention == "experts" else of_hugging_face)(jitted, x, x)
         return jitted
 
     with fake_ranks(4):
@@ -172,15 +174,16 @@ def cuts_of(parameter, rank, seat):
     """As ``layout.positions_of``."""
     split = parameter.cut.split
     rows = layout._rows(parameter, rank) if split.dim == 0 else range(split.size)
-    return [i for i, at in enumerate(rows) if at // split.inner % split.length == seat]
+    return [i for i, at in enumerate(rows) if at // split.inner % split.length in parameter.cut.plan.chunks_of(seat)]
 
 
+@pytest.mark.parametrize("of", ["tensor", "experts"])
 @pytest.mark.parametrize("what", PARTS)
-def test_a_gather_of_parts_that_breaks_its_law_is_found(proof_of_sequence, what, monkeypatch):
-    assert proof_of_sequence("tensor").verdict == "proven"
+def test_a_gather_of_parts_that_breaks_its_law_is_found(proof_of_sequence, what, of, monkeypatch):
+    assert proof_of_sequence(of).verdict == "proven"
     certificates._found.cache_clear()
     monkeypatch.setattr(*PARTS[what])
-    assert "does not do what its law says" in str(proof_of_sequence("tensor"))
+    assert "does not do what its law says" in str(proof_of_sequence(of))
 
 
 @pytest.mark.parametrize("attention", ["gather", "tensor"])
