@@ -620,8 +620,8 @@ class Context:
     """The ranks that hold the parts of a sequence, and the dimension of the arguments that is the sequence.
 
     ``kept`` are the histories of inputs that are no arguments: parameters and buffers. ``returns_parts``: whether the
-    model returns this rank's parts. The pass adds to ``differentiated`` the names of arguments with a gradient, and to
-    ``remarks`` what is computed on whole sequences.
+    model returns this rank's parts; ``experts``: whether it must have experts. The pass adds to ``differentiated`` the
+    names of arguments with a gradient, and to ``remarks`` what is computed on whole sequences.
     """
 
     plan: ContextPlan
@@ -629,6 +629,7 @@ class Context:
     kept: list[Any] = field(default_factory=list)
     differentiated: set[str] = field(default_factory=set)
     returns_parts: bool = False
+    experts: bool = False
     remarks: dict[str, None] = field(default_factory=dict)
 
 
@@ -656,8 +657,9 @@ def _output(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> 
         x = to.part(value.proxy, split)
         if context.returns_parts:
             if not to.is_even(split):
+                chunks = to.plan.pieces * to.plan.ranks
                 raise RuntimeError(
-                    f'returns="part" needs sequences that divide into {2 * to.plan.ranks} chunks, and this one has '
+                    f'returns="part" needs sequences that divide into {chunks} chunks, and this one has '
                     f'{split.length} positions: pad the batch, or choose returns="whole"'
                 )
             return x

@@ -100,7 +100,14 @@ def _experts(computation: TraceCtx, context: Context, parameters: TracedParamete
     """How the parameters of grouped products are cut. Routing mixes tokens, so that every rank has all of them."""
     names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
     chunks = context.plan.pieces * context.plan.ranks
-    return Search(computation, dict.fromkeys(names), chunks, names, grouped=True).run()
+    found = Search(computation, dict.fromkeys(names), chunks, names, grouped=True).run()
+    if context.experts and not found:
+        raise RuntimeError(
+            f"expert_parallel: no experts can be computed in {chunks} parts. They are found by grouped products "
+            "(torch.nn.functional.grouped_mm, as in transformers 5), whose middle dimension must divide; experts in a "
+            "loop stay whole: leave expert_parallel out"
+        )
+    return found
 
 
 def given_parts(computation: TraceCtx) -> dict[str, BoundSymbol]:
@@ -130,7 +137,7 @@ def _add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bo
         context.differentiated.add(p.name)
         (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
     dim, whole = context.dim, value.whole
-    if not _is_argument(p, context) or p.ndim <= dim or p.shape[dim] < 2 * context.plan.ranks:
+    if not _is_argument(p, context) or p.ndim <= dim or p.shape[dim] < context.plan.pieces * context.plan.ranks:
         return
     split = Split.along(dim, p.shape[dim])
     (value.parts[split],) = to.writer.emit(line, lambda: cut(whole, to.at(split)))

@@ -34,6 +34,7 @@ from shardtrace.options.policies import (
     InitPolicy,
     MemoryBudget,
     TensorParallel,
+    with_experts,
 )
 from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap, parse_rules
 from shardtrace.planner.calibrate import load_cost_model
@@ -65,6 +66,7 @@ def fsdp(
     offload_policy: OffloadPolicy | None = None,
     context_parallel: ContextParallel | str | None = None,
     tensor_parallel: TensorParallel | str | None = None,
+    expert_parallel: str | None = None,
     memory: MemoryBudget | str | float | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     init_policy: InitPolicy = InitPolicy(),
@@ -123,6 +125,10 @@ def fsdp(
             :class:`TensorParallel`. These ranks get the same batch, and each computes some heads of attention and some
             columns of the products between. Parameters are sharded over all dimensions of the mesh, and a rank receives
             the parts with which it computes. What a step cannot compute in parts is computed whole.
+        expert_parallel: the name of the dimension of ``mesh`` whose ranks compute experts together. Each has a batch of
+            its own, of the same shape, and receives a part of every expert, for the tokens of all of them, instead of
+            all experts. The loss is that of all these batches. Experts are those of grouped products, as in
+            transformers 5. Parameters are sharded over all dimensions of the mesh.
         memory: that of a rank, as in "80GB" or a number of bytes, or a :class:`MemoryBudget`. When the first batch of
             a shape is compiled, the fastest step that fits is chosen: what each block recomputes (if
             ``activation_checkpointing`` is None), which parameters of "zero3" and "zero2" stay gathered until
@@ -154,8 +160,8 @@ def fsdp(
     arguments = {
         "sharding_strategy": sharding_strategy, "bucketing_strategy": bucketing_strategy, "mesh": mesh,
         "mp_policy": mp_policy, "activation_checkpointing": activation_checkpointing, "offload_policy": offload_policy,
-        "context_parallel": context_parallel, "tensor_parallel": tensor_parallel, "memory": memory,
-        "ignored_params": ignored_params,
+        "context_parallel": with_experts(context_parallel, expert_parallel), "tensor_parallel": tensor_parallel,
+        "memory": memory, "ignored_params": ignored_params,
         "init_policy": init_policy, "comm_policy": comm_policy, "compile_policy": compile_policy, "checks": checks,
     }  # fmt: skip
     module = unjitted(model)

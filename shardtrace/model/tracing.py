@@ -45,6 +45,7 @@ from passes.sequence import Context
 from passes.split_parameters import Tensors
 from shardtrace.model.shards import current
 from shardtrace.model.state import REMEDY, ShardedState, link_of, own_state, refuse_shard, states_in
+from shardtrace.options.policies import ExpertParallel
 from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.mesh import is_alone, transport
 from shardtrace.ranks.progress import compiling
@@ -95,7 +96,8 @@ def _context_of(state: ShardedState) -> Context | None:
     plan, options = plan_of(state), state.options.context
     if plan is None or options is None:
         return None
-    return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
+    experts = isinstance(options, ExpertParallel)
+    return Context(plan, options.sequence_dim, returns_parts=options.returns == "part", experts=experts)
 
 
 def plan_of(state: ShardedState) -> ContextPlan | None:
@@ -107,6 +109,7 @@ def plan_of(state: ShardedState) -> ContextPlan | None:
     return ContextPlan(
         group.size(),
         group.rank(),
+        pieces=options.pieces,
         attention=options.attention,
         direct=direct,
         runtime=state.runtime,
@@ -136,7 +139,7 @@ def _way(context: Context | None) -> tuple[Any, ...]:
     if context is None or context.plan.ranks == 1:
         return ()
     plan = context.plan
-    return plan.runtime.group(plan.axis), plan.attention, context.dim, context.returns_parts
+    return plan.runtime.group(plan.axis), plan.attention, plan.pieces, context.dim, context.returns_parts
 
 
 def takes_parts(state: ShardedState) -> bool:
@@ -162,9 +165,9 @@ def wholes(state: ShardedState, context: Context | None) -> Callable[[TensorProx
     dim, ranks, made = context.dim, context.plan.ranks, dict[str, TensorProxy]()
 
     def whole_of(p: TensorProxy) -> TensorProxy:
-        if p.ndim <= dim or p.shape[dim] < 2:
+        if p.ndim <= dim or p.shape[dim] < context.plan.pieces:
             return p
-        if p.shape[dim] % 2:
+        if p.shape[dim] % context.plan.pieces:
             raise RuntimeError(
                 f"argument {p.name!r} of {state.model_name} has {p.shape[dim]} positions in dimension {dim}, but a "
                 "part of a sequence has two chunks of equal length: cut it with shardtrace.shard_sequence"

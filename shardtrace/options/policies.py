@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from passes.chunk_loss import Chunks
 from passes.comm.quantized import FP8, INT4, INT8, ROUNDED, SMALLEST, gather_wire, reduction_wire
@@ -481,6 +481,8 @@ class ContextParallel:
     has two chunks of the sequence, which makes the work of causal attention equal.
     """
 
+    pieces: ClassVar[Literal[1, 2]] = 2  # chunks of a sequence that each rank has
+
     mesh_dim: str
     _: KW_ONLY
     sequence_dim: int = 1
@@ -495,6 +497,21 @@ class ContextParallel:
         _one_of("attention", self.attention, "auto", "gather", "ulysses")
         _one_of("arguments", self.arguments, "whole", "part")
         _one_of("returns", self.returns, "whole", "part")
+
+
+@dataclass(frozen=True)
+class ExpertParallel(ContextParallel):
+    """Ranks that compute the experts of a mixture together, and have batches of their own: ``expert_parallel``.
+
+    They are the rows of one batch, which is split along its first dimension. All tokens are gathered where routing
+    mixes them, and each rank computes with its part of every expert.
+    """
+
+    pieces = 1
+
+    sequence_dim: int = field(default=0, kw_only=True)
+    arguments: Literal["whole", "part"] = field(default="part", kw_only=True)
+    returns: Literal["whole", "part"] = field(default="part", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -557,6 +574,16 @@ parse_context = partial(_over_ranks, "context_parallel", policy=ContextParallel)
 parse_tensor = partial(_over_ranks, "tensor_parallel", policy=TensorParallel)
 
 
+def with_experts(context: ContextParallel | str | None, experts: str | None) -> ContextParallel | str | None:
+    """The ``context_parallel`` of ``fsdp`` that an ``expert_parallel`` stands for. Raises ValueError, TypeError."""
+    if experts is None:
+        return context
+    _check("expert_parallel", experts, str, "the name of a mesh dimension")
+    if context is not None:
+        raise ValueError("expert_parallel and context_parallel both say which ranks have all tokens: choose one")
+    return ExpertParallel(experts)
+
+
 def whole_sequences(options: Mapping[str, Any]) -> dict[str, Any]:
     """The ``context_parallel`` among options of ``fsdp``, if it is there, for a model that takes and returns whole
     sequences."""
@@ -594,7 +621,7 @@ class MemoryBudget:
 def sharing_dims(options: Mapping[str, Any]) -> list[str]:
     """The dimensions of the mesh whose ranks share a batch, by options of ``fsdp``; none if each rank has its own."""
     given = parse_context(options.get("context_parallel")), parse_tensor(options.get("tensor_parallel"))
-    return [one.mesh_dim for one in given if one is not None]
+    return [one.mesh_dim for one in given if one is not None and not isinstance(one, ExpertParallel)]
 
 
 def optimizer_class(optimizer: Any) -> Any:

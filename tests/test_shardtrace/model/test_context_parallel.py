@@ -32,6 +32,7 @@ from contexts import (
 from eager import uncompiled
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -404,3 +405,52 @@ def test_dropout_differs_between_ranks():
     model.zero_grad()
     model(x, x).backward()
     assert not torch.equal(before, model.wte.weight.grad)  # drawn anew
+
+
+# ---- experts over ranks with batches of their own ----
+
+
+@on_ranks(4)
+def test_experts_of_ranks_with_their_own_batches():
+    """Losses are those of the batches of the ranks of "expert", gradients those of all."""
+    torch.manual_seed(0)
+    whole = Sparse()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, expert_parallel="expert")
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (whole, model)]
+    for step in range(2):
+        batches = [batch(step * 4 + rank, 7, rows=1 + 2 * step) for rank in range(4)]
+        losses = [whole(*b) for b in batches]
+        torch.stack(losses).mean().backward()
+        loss = model(*batches[dist.get_rank()])
+        loss.backward()
+        row = mesh.get_local_rank("data")
+        torch.testing.assert_close(loss, torch.stack(losses).view(2, 2)[row].mean())
+        compare_gradients(model, whole, 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_experts_of_ranks_with_their_own_batches_are_proven(fake_ranks):
+    fake_ranks(4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert",))
+    model = shardtrace.fsdp(Sparse(), mesh=mesh, expert_parallel="expert", activation_checkpointing="full")
+    inside(model, *batch(0, 7, 1)).backward()
+    assert shardtrace.prove(model).verdict == "proven"
+    received = [row.bytes for row in shardtrace.collectives(model) if row.parameters and "up" in row.parameters[0]]
+    assert received == [4 * 48 * 8 * 4 // 4] * 6  # a quarter of the experts of two layers: two gathers, one reduction
+
+
+def test_a_model_without_experts_is_refused(fake_ranks):
+    fake_ranks(2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+    model = shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="expert")
+    with pytest.raises(
+        RuntimeError, match=r"expert_parallel: no experts can be computed in 2 parts. They are found by"
+    ):
+        model(batch(0, 7)[0])
+    with pytest.raises(ValueError, match=r"expert_parallel and context_parallel both say .*: choose one"):
+        shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="expert", context_parallel="expert")
+    with pytest.raises(TypeError, match="expert_parallel must be the name of a mesh dimension, not 2"):
+        shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel=2)
