@@ -25,6 +25,7 @@ from passes.analysis.dims import (
 from passes.analysis.recognise import is_return, is_unpack, readers_of
 from passes.analysis.recognise import names as names_of
 from passes.plan.dims import VIEWS
+from passes.plan.dims.products import GROUPED
 from passes.plan.plan import Split
 
 from thunder.core import dtypes
@@ -34,7 +35,7 @@ from thunder.core.trace import TraceCtx
 
 How = Literal["colwise", "rowwise", "whole"]
 EMBEDDING, LOSS = "nn.functional.embedding", "nn.functional.cross_entropy"
-LINEAR, GROUPED = "nn.functional.linear", "nn.functional.grouped_mm"
+LINEAR = "nn.functional.linear"
 
 
 def table_of(call: TorchLine | None) -> TensorProxy | None:

@@ -25,6 +25,7 @@ from passes.comm.sequence import (
     NOT_SPLIT,
     Part,
     cut,
+    from_input,
     gather_output,
     gather_parts,
     scatter_parts,
@@ -631,6 +632,21 @@ class Context:
     returns_parts: bool = False
     experts: bool = False
     remarks: dict[str, None] = field(default_factory=dict)
+
+
+def add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bool) -> Value | None:
+    """Adds an input, and returns what is known of it, if it is a tensor. ``sharded``: it is a parameter whose gradient
+    is reduced, which adds up what ranks contribute."""
+    to.writer.trace.bound_symbols.append(line)
+    p = line.output
+    if not isinstance(p, TensorProxy):
+        return None
+    value = to.values[p.name] = Value(p, whole=p, is_split=p.name in to.chosen)
+    to.writer.taken.add(p.name)
+    if p.requires_grad and not sharded and p.numel:
+        context.differentiated.add(p.name)
+        (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
+    return value
 
 
 def add_return(to: Splitter, line: BoundSymbol, context: Context) -> None:

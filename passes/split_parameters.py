@@ -32,26 +32,20 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from passes.analysis.calls import block_of
-from passes.analysis.dims import (
-    TorchLine,
-    loss_arguments,
-    product_of,
-    without_bias,
-)
+from passes.analysis.dims import TorchLine, loss_arguments, product_of, without_bias
 from passes.analysis.recognise import is_return, is_unpack
-from passes.comm.sequence import from_input, gather_output, gather_parts, scatter_parts, sum_parts
+from passes.comm.sequence import gather_output, gather_parts, scatter_parts, sum_parts
 from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import TracedParameters
 from passes.plan.plan import Split
 from passes.search import EMBEDDING, LINEAR, LOSS, How, Search, table_of, takes_classes
-from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return
+from passes.sequence import Blocks, Context, Rules, Splitter, add_input, add_return
 from passes.writer import writing
 
 import torch
 from thunder import torch as ltorch
 from thunder.core import dtypes
-from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -87,10 +81,11 @@ def split_parameters(
     tensors.remarks |= dict.fromkeys(_remarks(search))
     found: list[TraceCtx] = []
     for rows in (True, False) if chosen and (context is None or context.plan.ranks == 1) else (False,):
-        to = _Cutter(computation, tensors, chosen, tables, rows=rows)
+        rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True, rows=rows)
+        to = Splitter(computation, tensors.plan, rules, tensors.remarks, chosen=chosen)
         with writing():
             for line in filter(is_unpack, computation.bound_symbols):
-                _add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
+                add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
             to.follow_lines()
             for line in filter(is_return, computation.bound_symbols):
                 add_return(to, line, tensors)
@@ -121,35 +116,6 @@ def _remarks(search: Search) -> Iterator[str]:
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in whole)
     if search.found and kinds:
         yield f"each rank computes the whole products with {', '.join(kinds)}"
-
-
-class _Cutter(Splitter):
-    """The lines of a computation. ``tables`` are those of which embeddings take parts."""
-
-    def __init__(
-        self,
-        computation: TraceCtx,
-        context: Context,
-        chosen: Mapping[str, Split],
-        tables: Collection[str],
-        *,
-        rows: bool,
-    ) -> None:
-        rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True, rows=rows)
-        super().__init__(computation, context.plan, rules, context.remarks, chosen=chosen)
-
-
-def _add_input(to: _Cutter, line: BoundSymbol, context: Context, *, sharded: bool) -> None:
-    """Adds an input. ``sharded``: it is a parameter whose gradient is reduced, which adds up what ranks contribute."""
-    to.writer.trace.bound_symbols.append(line)
-    p = line.output
-    if not isinstance(p, TensorProxy):
-        return
-    value = to.values[p.name] = Value(p, whole=p, is_split=p.name in to.chosen)
-    to.writer.taken.add(p.name)
-    if p.requires_grad and not sharded and p.numel:
-        context.differentiated.add(p.name)
-        (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
 
 
 # ---- products with a bias ----

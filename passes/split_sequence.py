@@ -47,7 +47,6 @@ from passes.comm.sequence import (
     cut,
     exchange_heads,
     exchange_positions,
-    from_input,
     gather_parts,
     sum_parts,
 )
@@ -55,7 +54,7 @@ from passes.kernels.attention import CausalAttention
 from passes.plan import Axis, TracedParameters
 from passes.plan.plan import Split
 from passes.search import Search
-from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_return
+from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_input, add_return
 from passes.writer import writing
 
 import torch
@@ -87,8 +86,8 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         for line in filter(is_unpack, computation.bound_symbols):
             if isinstance(line.output, TensorProxy) and line.output.name in gathers:
                 _add_part(to, line, gathers[line.output.name])
-            else:
-                _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+            elif value := add_input(to, line, context, sharded=parameters.get(line.output) is not None):
+                _cut_input(to, value, line, context)
         _check_arguments(to, context)
         to.follow_lines()
         for line in filter(is_return, computation.bound_symbols):
@@ -124,19 +123,9 @@ def _add_part(to: Splitter, line: BoundSymbol, gather: BoundSymbol) -> None:
     to.values[gather.output.name] = Value(gather.output, gather, parts={part.split: line.output}, is_split=True)
 
 
-def _add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bool) -> None:
-    """Adds an input, and cuts it if it is an argument with a sequence. ``sharded``: it is a parameter whose gradient is
-    reduced, which adds up what ranks contribute."""
-    to.writer.trace.bound_symbols.append(line)
-    p = line.output
-    if not isinstance(p, TensorProxy):
-        return
-    value = to.values[p.name] = Value(p, whole=p, is_split=p.name in to.chosen)
-    to.writer.taken.add(p.name)
-    if p.requires_grad and not sharded and p.numel:
-        context.differentiated.add(p.name)
-        (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
-    dim, whole = context.dim, value.whole
+def _cut_input(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> None:
+    """Cuts an input if it is an argument with a sequence."""
+    p, dim, whole = value.proxy, context.dim, value.whole
     if not _is_argument(p, context) or p.ndim <= dim or p.shape[dim] < context.plan.pieces * context.plan.ranks:
         return
     split = Split.along(dim, p.shape[dim])

@@ -192,9 +192,8 @@ class Groups(NamedTuple):
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     sharing: dist.ProcessGroup | None = None
-    seats: Mapping[str, tuple[int, ...]] = MappingProxyType(
-        {}
-    )  # of all ranks, in order: the number of each in its group
+    # of all ranks, in order, the number of each in its "context" or "tensor" group
+    seats: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 def resolve_groups(
