@@ -44,11 +44,12 @@ class Branching(torch.nn.Module):
     """PyTorch runs it: what it does depends on values."""
 
     def forward(self, x):
-        time.sleep(0.1)
+        time.sleep(0.2)  # many looks
         return x * 2 if x.sum().item() > 1 else x * 3
 
 
-def test_a_module_that_pytorch_runs(fake_ranks, capfd):
+def test_a_module_that_pytorch_runs(fake_ranks, monkeypatch, capfd):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # where each look says something
     fake_ranks(2)
     compile_fake(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), Branching()), torch.ones(2, 4))
     assert ended()
