@@ -10,7 +10,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -139,9 +139,15 @@ def use_single(model: GPT, world: World, *, how: Callable[[nn.Module], Any] = la
     return how(model)
 
 
-def with_kernels(model: nn.Module) -> Any:
-    """As a sharded model runs by default, but in a single process."""
-    return thunder.jit(model, executors=["sdpa", shardtrace.kernels])
+def alone(model: nn.Module) -> nn.Module:
+    """As a model runs in a world of one."""
+    return shardtrace.fsdp(model, mesh=_group_of_one())
+
+
+@cache
+def _group_of_one() -> dist.ProcessGroup:
+    group, _ = dist.new_subgroups(1)
+    return group
 
 
 def contenders() -> list[Contender]:
@@ -183,7 +189,7 @@ def contenders() -> list[Contender]:
         Contender("single eager", use_single, "fsdp2 keep", communicates=False),
         Contender("single compiled", partial(use_single, how=torch.compile), "fsdp2 keep", communicates=False),
         Contender("single thunder", partial(use_single, how=thunder.jit), "fsdp2 keep", communicates=False),
-        Contender("single kernels", partial(use_single, how=with_kernels), "fsdp2 keep", communicates=False),
+        Contender("single shardtrace", partial(use_single, how=alone), "fsdp2 keep", communicates=False),
     ]
 
 

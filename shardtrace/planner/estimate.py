@@ -52,11 +52,12 @@ from torch.utils._pytree import tree_leaves
 
 
 SIDE = 64  # of the matrix on which an optimizer is tried
+DISPATCH = 40e-6  # seconds in which torch 2.13 brings an operator to the memory of a DTensor, on a CPU of 2.5 GHz
 
 
 class OptimizerCost(NamedTuple):
     """For each element of a parameter: ``state`` bytes that are kept between steps, ``moved`` bytes that a step reads
-    and writes, and ``temporary`` bytes that it makes.
+    and writes, and ``temporary`` bytes that it makes. ``calls``: operators for each parameter.
 
     ``way`` is how torch runs it: "fused" in one kernel, "foreach" with a kernel for each operation on all parameters,
     or "for-loop" over the parameters. ``host``: the cost in the memory of the host, if it is another one; ``fused``:
@@ -66,6 +67,7 @@ class OptimizerCost(NamedTuple):
     state: float
     moved: float
     temporary: float
+    calls: int = 0
     way: str = "for-loop"
     host: OptimizerCost | None = None
     fused: OptimizerCost | None = None
@@ -89,7 +91,7 @@ class _Moved(TorchDispatchMode):
 
     def __init__(self, grad: torch.Tensor) -> None:
         super().__init__()
-        self.grad, self.bytes, self.made = grad, 0, 0
+        self.grad, self.bytes, self.made, self.calls = grad, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -101,6 +103,7 @@ class _Moved(TorchDispatchMode):
         self.bytes += sum(read.values()) + made
         self.bytes += sum(t.nbytes for t in _tensors(written) if t.data_ptr() != self.grad.data_ptr())
         self.made += made
+        self.calls += 1
         return result
 
 
@@ -132,8 +135,8 @@ def optimizer_cost(optimizer: Callable[..., torch.optim.Optimizer] | str, device
     return OptimizerCost(name, *_tried(partial(make, foreach=True)), "foreach", cost, fused)
 
 
-def _tried(make: Callable[..., torch.optim.Optimizer]) -> tuple[float, float, float]:
-    """The bytes of an element that are kept, moved and made."""
+def _tried(make: Callable[..., torch.optim.Optimizer]) -> tuple[float, float, float, int]:
+    """The bytes of an element that are kept, moved and made, and the number of operators."""
     parameter = torch.nn.Parameter(torch.ones(SIDE, SIDE))
     parameter.grad = torch.ones_like(parameter)
     found = make([parameter])
@@ -142,7 +145,7 @@ def _tried(make: Callable[..., torch.optim.Optimizer]) -> tuple[float, float, fl
         found.step()
     state = sum(t.nbytes for t in _tensors(list(found.state.values())))
     numel = parameter.numel()
-    return state / numel, moved.bytes / numel, moved.made / numel
+    return state / numel, moved.bytes / numel, moved.made / numel, moved.calls
 
 
 # ---- a step ----
@@ -187,7 +190,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     """Predicts a step from its executed traces. ``facts``: as in ``step_liveness``."""
     cost, optimizer, count = setting.cost, setting.optimizer, setting.accumulation
     forward, backward = predicted(step, cost)
-    words, elsewhere, largest = _trained_words(step.forward)
+    words, elsewhere, largest, sharded = _trained_words(step.forward)
     state = int(optimizer.state * words)
     sums = 4 * words if count > 1 else 0  # gradients of earlier calls
     memory = step_liveness(*step, persistent=state + sums + setting.others, facts=facts)
@@ -210,6 +213,7 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     tensors = sum(kinds.values())
     reserved = memory_reserved(step, tensors, setting.hardware)
     update = optimizer.moved * words / cost.device.bandwidth + optimizer.on_host.moved * elsewhere / HOST_MEMORY
+    update += 0 if optimizer.way == "foreach" else DISPATCH * optimizer.calls * sharded
     last = backward.end
     return Estimate(
         seconds=count * last + update,
@@ -252,17 +256,18 @@ def memory_reserved(step: Sequence[TraceCtx], tensors: int, hardware: Hardware) 
     return {name: int(nbytes) for name, nbytes in found.items()}
 
 
-def _trained_words(forward: TraceCtx) -> tuple[int, int, int]:
+def _trained_words(forward: TraceCtx) -> tuple[int, int, int, int]:
     """The 4-byte words of this rank's trained parameters, to whose dtype an optimizer's state keeps: those on the
-    device, those in host memory, and those of the largest parameter on the device."""
-    lines = (b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b)))
+    device, those in host memory, and those of the largest parameter on the device. Last, how many are gathered."""
+    lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     read = names([b.flat_proxy_args for b in lines])  # of a parameter's several names only one is
     given = [a for a in forward.args if isinstance(a, TensorProxy) and a.name in read]
     trained = [a for a in given if a.requires_grad and ProxyTag.STATIC_MEMORY_LOCATION in a.tags]
     away = on_host(forward)
     there = nbytes(a for a in trained if a.name in away)
     largest = max((nbytes([a]) for a in trained if a.name not in away), default=0)
-    return nbytes(trained) // 4 - there // 4, there // 4, largest // 4
+    gathered = names([b.flat_proxy_args for b in lines if is_issue(b)])
+    return nbytes(trained) // 4 - there // 4, there // 4, largest // 4, sum(a.name in gathered for a in trained)
 
 
 # ---- the task ----
