@@ -213,7 +213,8 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
     tensors = sum(kinds.values())
     reserved = memory_reserved(step, tensors, setting.hardware)
     update = optimizer.moved * words / cost.device.bandwidth + optimizer.on_host.moved * elsewhere / HOST_MEMORY
-    update += 0 if optimizer.way == "foreach" else DISPATCH * optimizer.calls * sharded
+    if setting.hardware.name == "cpu" and optimizer.way == "for-loop":
+        update += DISPATCH * optimizer.calls * sharded
     last = backward.end
     return Estimate(
         seconds=count * last + update,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from passes.analysis.liveness import LineMemory
 from passes.plan.cost import cluster, hardware
-from shardtrace.planner.estimate import Setting, optimizer_cost, while_updating
+from shardtrace.planner.estimate import DISPATCH, Setting, estimate, optimizer_cost, while_updating
+from shardtrace.planner.search import Candidate
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ def test_adamw_as_torch_runs_it():
     moved = 4 * (2 + 3 + 2 + 3 + 2 + 2 + 2 + 4)
     on_cpu, on_gpu = optimizer_cost("AdamW"), optimizer_cost("AdamW", "h100-sxm")
     assert (on_cpu.way, on_cpu.state, on_cpu.moved, on_cpu.temporary) == ("for-loop", 8.0, moved, 8.0)
+    assert 10 <= on_cpu.calls <= 20
     assert (on_gpu.way, on_gpu.state, on_gpu.moved, on_gpu.temporary) == ("foreach", 8.0, moved, 4.0)
     assert on_gpu.on_host == on_cpu
     fused = optimizer_cost("AdamW(fused=True)", "h100-sxm")
@@ -56,6 +58,15 @@ def test_llama_70b_on_16_gpus_while_the_optimizer_works():
     assert gib(foreach.fused) == pytest.approx(
         16 * 4.409 * 1.15 / 1.0737 + 1.3, abs=0.2
     )  # 76.9: then backward needs more
+
+
+def test_the_loop_dispatches_each_operator_on_dtensors(task, family):
+    """On a CPU; a parameter that DDP leaves whole is no DTensor."""
+    step = family.step(Candidate(family.name))
+    loop = estimate(step, task.setting)
+    foreach = estimate(step, task.setting._replace(optimizer=optimizer_cost("AdamW(foreach=True)")))
+    count = len(list(task.model.parameters()))
+    assert loop.optimizer - foreach.optimizer == pytest.approx(DISPATCH * optimizer_cost("AdamW").calls * count)
 
 
 def test_an_unknown_name():
