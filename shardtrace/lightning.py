@@ -315,8 +315,9 @@ class ShardtraceStrategy(DDPStrategy):
         jit: compile the model with ``thunder.jit``. With False, pass ``fabric.setup`` the result of a ``thunder.jit``
             of your own, or jit a function that calls the model.
         executors: those of ``thunder.jit``.
-        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
-            context), for ``tensor_parallel``, (data, tensor), for both, (data, context, tensor).
+        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel`` or
+            ``expert_parallel``, (data, context), for ``tensor_parallel``, (data, tensor), for both, (data, context,
+            tensor).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method, accelerator, parallel_devices, cluster_environment, precision: as for
             Fabric's DDPStrategy.
@@ -532,8 +533,9 @@ class ShardtraceTrainerStrategy(strategies.DDPStrategy):
 
     Args:
         sharding_strategy: as for :func:`shardtrace.fsdp`.
-        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
-            context), for ``tensor_parallel``, (data, tensor), for both, (data, context, tensor).
+        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel`` or
+            ``expert_parallel``, (data, context), for ``tensor_parallel``, (data, tensor), for both, (data, context,
+            tensor).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method: as for Lightning's DDPStrategy.
         options: further arguments of :func:`shardtrace.fsdp`, without ``InitPolicy.device`` and ``Checks.timeout``.

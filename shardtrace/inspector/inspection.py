@@ -181,8 +181,9 @@ def inspect(
         example_inputs: the module's inputs: a tuple of arguments, a mapping of keyword arguments, or a single
             argument. Their values do not matter.
         world_size: number of fake ranks.
-        mesh_shape: (replicas, shards) of the fake ranks, for a hybrid strategy; (data, context) or (data, tensor) with
-            ``context_parallel`` or ``tensor_parallel``. ``world_size`` is then optional.
+        mesh_shape: (replicas, shards) of the fake ranks, for a hybrid strategy; (data, context), (data, expert) or
+            (data, tensor) with ``context_parallel``, ``expert_parallel`` or ``tensor_parallel``. ``world_size`` is
+            then optional.
         rank: the fake rank to show. All ranks run the same lines.
         compilation: which compilation of a jitted model to show, if there are several (one for each input shape):
             its number in order of compilation, from 0. Default: the one of the last call.

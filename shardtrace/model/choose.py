@@ -14,7 +14,7 @@ from passes.plan import HostMemory, Placement, Wire
 from shardtrace.model.places import Place, places, sparse_embedding, uninitializable
 from shardtrace.model.state import REMEDY, ParameterMemory, link_of, state_around, state_of, states_in
 from shardtrace.options.options import Options, canonical
-from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, refuse_reductions
+from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, parallel_dims, refuse_reductions
 from shardtrace.options.strategy import (
     ShardingStrategy,
     assign,
@@ -356,8 +356,7 @@ def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
         mesh,
         device,
         hybrid=hybrid,
-        context=options.context.mesh_dim if options.context else None,
-        tensor=options.tensor.mesh_dim if options.tensor else None,
+        dims=parallel_dims({"context_parallel": options.context, "tensor_parallel": options.tensor}),
         timeout=options.checks.timeout,
     )
     tell_others_of_failure(groups.everyone)

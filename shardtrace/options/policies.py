@@ -481,6 +481,7 @@ class ContextParallel:
     has two chunks of the sequence, which makes the work of causal attention equal.
     """
 
+    option: ClassVar[str] = "context_parallel"  # of fsdp
     pieces: ClassVar[Literal[1, 2]] = 2  # chunks of a sequence that each rank has
 
     mesh_dim: str
@@ -507,6 +508,7 @@ class ExpertParallel(ContextParallel):
     mixes them, and each rank computes with its part of every expert.
     """
 
+    option = "expert_parallel"
     pieces = 1
 
     sequence_dim: int = field(default=0, kw_only=True)
@@ -618,10 +620,17 @@ class MemoryBudget:
         return parse_bytes(self.size)
 
 
+def parallel_dims(options: Mapping[str, Any]) -> dict[str, str]:
+    """The dimensions of the mesh whose ranks compute together, by option of ``fsdp``, of which these are some."""
+    context = parse_context(with_experts(options.get("context_parallel"), options.get("expert_parallel")))
+    tensor = parse_tensor(options.get("tensor_parallel"))
+    found = {} if context is None else {context.option: context.mesh_dim}
+    return found if tensor is None else found | {"tensor_parallel": tensor.mesh_dim}
+
+
 def sharing_dims(options: Mapping[str, Any]) -> list[str]:
     """The dimensions of the mesh whose ranks share a batch, by options of ``fsdp``; none if each rank has its own."""
-    given = parse_context(options.get("context_parallel")), parse_tensor(options.get("tensor_parallel"))
-    return [one.mesh_dim for one in given if one is not None and not isinstance(one, ExpertParallel)]
+    return [dim for option, dim in parallel_dims(options).items() if option != ExpertParallel.option]
 
 
 def optimizer_class(optimizer: Any) -> Any:

@@ -12,7 +12,7 @@ from passes.plan import CostModel
 from passes.plan.cost import hardware
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import states_in
-from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_bytes, parse_count
+from shardtrace.options.policies import NO_WIRES, flat, needs, parallel_dims, parse_allowed, parse_bytes, parse_count
 from shardtrace.options.strategy import WAYS
 from shardtrace.planner.calibrate import Rates, rates_of
 from shardtrace.planner.compose import ComposedStep
@@ -254,6 +254,10 @@ def _check(model: Any, fixed: Any) -> None:
         raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
     if fixed is not None and not isinstance(fixed, Mapping):
         raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
+    if "expert_parallel" in parallel_dims(fixed or {}):
+        raise ValueError(
+            "expert_parallel is not planned: plan without it, and pass it to fsdp beside plan.options, with its mesh"
+        )
 
 
 def _decimal(memory: str | float | None) -> str:

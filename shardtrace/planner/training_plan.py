@@ -27,7 +27,7 @@ from shardtrace.options.policies import (
     flat,
     grouped,
     needs,
-    sharing_dims,
+    parallel_dims,
 )
 
 import torch
@@ -674,8 +674,8 @@ def options_of(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def mesh_dim_names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the dimensions of the mesh that some options of ``fsdp`` need."""
-    shared = sharing_dims(options)
-    return ("data", *shared) if shared else ("replicate", "shard")
+    dims = parallel_dims(options).values()
+    return ("data", *dims) if dims else ("replicate", "shard")
 
 
 def _dtype_name(value: Any) -> Any:

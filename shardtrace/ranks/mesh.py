@@ -201,20 +201,18 @@ def resolve_groups(
     device: torch.device,
     *,
     hybrid: bool,
-    context: str | None = None,
-    tensor: str | None = None,
+    dims: Mapping[str, str] | None = None,
     timeout: float = 300.0,
 ) -> Groups:
-    """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard). ``context`` is the name of the
-    dimension of a mesh whose ranks hold the parts of one sequence, ``tensor`` that of ranks that compute with parts of
-    parameters.
+    """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard). ``dims`` are the names of the
+    dimensions whose ranks compute together, by option of ``fsdp``: "context_parallel" or "expert_parallel", and
+    "tensor_parallel".
 
-    Raises ValueError if a hybrid strategy, a context or a tensor gets another mesh, otherwise the errors of
+    Raises ValueError if a hybrid strategy or one of these options gets another mesh, otherwise the errors of
     :func:`resolve_group`.
     """
-    shared = {kind: dim for kind, dim in (("context", context), ("tensor", tensor)) if dim is not None}
-    if shared:
-        return _sharing(mesh, shared, hybrid=hybrid)
+    if dims:
+        return _sharing(mesh, dims, hybrid=hybrid)
     if not hybrid:
         group = resolve_group(mesh, device, timeout)
         mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, device.type)
@@ -231,32 +229,34 @@ def resolve_groups(
 
 
 def _sharing(mesh: Mesh | None, dims: Mapping[str, str], *, hybrid: bool) -> Groups:
-    """The groups of a mesh, of which the ranks along ``dims`` are given one batch: a name for each kind, "context" or
-    "tensor"."""
-    for kind, dim in dims.items():
+    """The groups of a mesh of which the ranks along ``dims`` compute together: a name for each option of ``fsdp``."""
+    kinds = [option.removesuffix("_parallel") for option in dims]
+    for option, dim in dims.items():
         if not isinstance(mesh, DeviceMesh) or dim not in (mesh.mesh_dim_names or ()):
             found = f"one of {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
             raise ValueError(
-                f"{kind}_parallel={dim!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
-                f"mesh=torch.distributed.init_device_mesh(device_type, ({', '.join(('data', *dims))}), "
+                f"{option}={dim!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
+                f"mesh=torch.distributed.init_device_mesh(device_type, ({', '.join(('data', *kinds))}), "
                 f"mesh_dim_names={('data', *dims.values())})"
             )
         if hybrid:
             raise ValueError(
-                f"{kind}_parallel shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
+                f"{option} shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
                 'strategy or "zero3_secondary": choose "zero3", "zero2" or "ddp"'
             )
     assert isinstance(mesh, DeviceMesh)
-    every, groups = mesh.mesh_dim_names or (), {kind: mesh.get_group(dim) for kind, dim in dims.items()}
     if len({*dims.values()}) < len(dims):
-        raise ValueError(f"context_parallel and tensor_parallel both name {dims['tensor']!r}: give each a dimension")
+        raise ValueError(f"{' and '.join(dims)} both name {dims['tensor_parallel']!r}: give each a dimension")
+    every = mesh.mesh_dim_names or ()
+    roles = ["tensor" if option == "tensor_parallel" else "context" for option in dims]
+    groups = {role: mesh.get_group(dim) for role, dim in zip(roles, dims.values(), strict=True)}
     sharing = next(iter(groups.values()))
     if len(groups) > 1:
         sharing = mesh[tuple(d for d in every if d in dims.values())]._flatten().get_group()
     everyone = _everyone(mesh)
     place_of = {int(mesh.mesh[place]): place for place in product(*map(range, mesh.mesh.shape))}
     places = [place_of[rank] for rank in dist.get_process_group_ranks(everyone)]
-    seats = {kind: tuple(place[every.index(dim)] for place in places) for kind, dim in dims.items()}
+    seats = {role: tuple(p[every.index(dim)] for p in places) for role, dim in zip(roles, dims.values(), strict=True)}
     flat = DeviceMesh.from_group(everyone, mesh.device_type)
     return Groups(flat, everyone, everyone, sharing=sharing, seats=seats, **groups)
 

@@ -248,3 +248,10 @@ def test_ranks_that_share_a_batch_get_the_same(parallel):
     for batch in loader:  # which these ranks compare
         assert model(batch).shape == (2, 13, 32)
     assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": dist.get_rank() // 2}
+
+
+@on_ranks(4)
+def test_ranks_that_share_experts_get_their_own():
+    strategy = launched(mesh=(2, 2), expert_parallel="expert").strategy
+    assert strategy.mesh.mesh_dim_names == ("data", "expert")
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": dist.get_rank()}

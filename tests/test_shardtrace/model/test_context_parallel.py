@@ -454,3 +454,15 @@ def test_a_model_without_experts_is_refused(fake_ranks):
         shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="expert", context_parallel="expert")
     with pytest.raises(TypeError, match="expert_parallel must be the name of a mesh dimension, not 2"):
         shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel=2)
+    with pytest.raises(
+        ValueError, match=r"expert_parallel='ep' needs .*, not one of \('expert',\): .*\('data', 'ep'\)"
+    ):
+        shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="ep")
+    with pytest.raises(ValueError, match="expert_parallel and tensor_parallel both name 'expert'"):
+        shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="expert", tensor_parallel="expert")
+
+
+def test_experts_are_inspected_on_a_mesh():
+    found = shardtrace.inspect(Sparse(), batch(0, 7, 1), mesh_shape=(2, 2), expert_parallel="expert")
+    received = {row.bytes for row in found.collectives if row.parameters and "up" in row.parameters[0]}
+    assert received == {4 * 48 * 8 * 4 // 2}  # half of the experts of a layer

@@ -90,6 +90,7 @@ def test_degrees(task):
         ({"context": "all"}, "context must be a number of ranks"),
         ({"context": 2, "mesh_shape": (2, 2)}, "mesh_shape is for hybrid strategies"),
         ({"fixed": {"context_parallel": "c"}}, "context_parallel is fixed: say over how many ranks"),
+        ({"fixed": {"expert_parallel": "e"}}, "expert_parallel is not planned: plan without it"),
         (
             {"context": 2, "fixed": {"sharding_strategy": "hybrid_zero3"}},
             'sharding_strategy="hybrid_zero3" cannot be combined with context=2',
