@@ -31,6 +31,7 @@ from passes.comm.sequence import (
     scatter_parts,
     sum_parts,
     to_output,
+    to_own_output,
 )
 from passes.comm.symbols import Property
 from passes.plan import Axis
@@ -621,8 +622,9 @@ class Context:
     """The ranks that hold the parts of a sequence, and the dimension of the arguments that is the sequence.
 
     ``kept`` are the histories of inputs that are no arguments: parameters and buffers. ``returns_parts``: whether the
-    model returns this rank's parts; ``experts``: whether it must have experts. The pass adds to ``differentiated`` the
-    names of arguments with a gradient, and to ``remarks`` what is computed on whole sequences.
+    model returns this rank's parts; ``experts``: whether it must have experts, for parts that are ranks' own batches.
+    The pass adds to ``differentiated`` the names of arguments with a gradient, and to ``remarks`` what is computed on
+    whole sequences.
     """
 
     plan: ContextPlan
@@ -678,7 +680,8 @@ def _output(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> 
                     f'returns="part" needs sequences that divide into {chunks} chunks, and this one has '
                     f'{split.length} positions: pad the batch, or choose returns="whole"'
                 )
-            return x
+            own = context.experts and dtypes.is_inexact_dtype(x.dtype)
+            return to.writer.emit(line, lambda: to_own_output(x, to.at(split)))[0] if own else x
         return to.writer.emit(line, lambda: gather_output(x, to.at(split)))[0]
     whole = to.whole(value.proxy)
     if not dtypes.is_inexact_dtype(whole.dtype):

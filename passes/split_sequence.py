@@ -47,6 +47,7 @@ from passes.comm.sequence import (
     cut,
     exchange_heads,
     exchange_positions,
+    from_own_input,
     gather_parts,
     sum_parts,
 )
@@ -85,7 +86,7 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         gathers = given_parts(computation)
         for line in filter(is_unpack, computation.bound_symbols):
             if isinstance(line.output, TensorProxy) and line.output.name in gathers:
-                _add_part(to, line, gathers[line.output.name])
+                _add_part(to, line, gathers[line.output.name], context)
             elif value := add_input(to, line, context, sharded=parameters.get(line.output) is not None):
                 _cut_input(to, value, line, context)
         _check_arguments(to, context)
@@ -115,12 +116,17 @@ def given_parts(computation: TraceCtx) -> dict[str, BoundSymbol]:
     return {b.args[0].name: b for b in gathers if part_at(b).plan.axis is Axis.CONTEXT}
 
 
-def _add_part(to: Splitter, line: BoundSymbol, gather: BoundSymbol) -> None:
+def _add_part(to: Splitter, line: BoundSymbol, gather: BoundSymbol, context: Context) -> None:
     """Adds an argument that is this rank's part of what a line gathers."""
     to.writer.trace.bound_symbols.append(line)
-    to.writer.taken.add(line.output.name)
+    p: TensorProxy = line.output
+    to.writer.taken.add(p.name)
     part: Part = gather.args[1]
-    to.values[gather.output.name] = Value(gather.output, gather, parts={part.split: line.output}, is_split=True)
+    own = p
+    if context.experts and p.requires_grad:
+        context.differentiated.add(p.name)
+        (own,) = to.writer.emit(line, lambda: from_own_input(p, part))
+    to.values[gather.output.name] = Value(gather.output, gather, parts={part.split: own}, is_split=True)
 
 
 def _cut_input(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> None:

@@ -7,7 +7,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import identity
-from passes.comm.sequence import Part, cut, from_input, gather_output, gather_parts, sum_parts, to_output
+from passes.comm.sequence import (
+    Part,
+    cut,
+    from_input,
+    from_own_input,
+    gather_output,
+    gather_parts,
+    sum_parts,
+    to_output,
+    to_own_output,
+)
 from passes.compat.versions import grouped_mm
 from passes.kernels.losses import PartOfLoss
 from passes.kernels.torch_call import TorchCall
@@ -182,8 +192,9 @@ def _of_each_row(line: TorchLine) -> Relation:
 
 
 PART_OF_LOSS = "part of loss"
+BORDER = (gather_output, to_output, from_input, to_own_output, from_own_input)
 OWN: Mapping[Hashable, Callable[[TorchLine], Relation]] = {
-    **dict.fromkeys((s.id for s in (cut, gather_parts, sum_parts, gather_output, to_output, from_input)), _keeps_dims),
+    **dict.fromkeys((s.id for s in (cut, gather_parts, sum_parts, *BORDER)), _keeps_dims),
     PART_OF_LOSS: _of_each_row,
 }
 

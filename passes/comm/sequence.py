@@ -13,6 +13,10 @@ Note [Gradients]. Inside the model, the gradient of a whole value is the sum of 
 its own part of the sequence contributes. The gradient of a gather is therefore a scatter of the sum, that of a sum is a
 sum, and that of a cut is zero outside of the part. The reduction of parameters' gradients adds them up. At the border
 of the model ranks hold equal gradients, which ``to_output`` divides and ``from_input`` sums up.
+
+Ranks that have batches of their own (experts) train the mean of their losses: ``to_own_output`` divides the gradient of
+a rank's part of a result, and ``from_own_input`` multiplies that of its part of an argument, of which the user takes
+the mean over ranks.
 """
 
 from __future__ import annotations
@@ -288,6 +292,8 @@ exchange_positions = symbol("exchange_positions", TO_POSITIONS, None)
 gather_output = symbol("gather_output", GATHER, None)  # at the border of the model
 to_output = symbol("to_output", _copy, None)
 from_input = symbol("from_input", _copy, None)
+to_own_output = symbol("to_own_output", _copy, None)
+from_own_input = symbol("from_own_input", _copy, None)
 
 
 def _with_gradient(sym: Symbol, forward: Any, backward: Any) -> None:
@@ -310,3 +316,5 @@ _with_gradient(exchange_positions, TO_POSITIONS, TO_HEADS)
 _with_gradient(gather_output, GATHER, lambda g, part: cut(g, part.of_gradients))
 _with_gradient(to_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
 _with_gradient(from_input, _copy, SUM)
+_with_gradient(to_own_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
+_with_gradient(from_own_input, _copy, lambda g, part: g * float(part.plan.ranks))

@@ -421,7 +421,7 @@ class Setting(NamedTuple):
 
     def held(self, form: str, whole: torch.Tensor, rank: int, padding: float) -> torch.Tensor:
         """A rank's share of a value: its "part", its "heads", or all of it."""
-        if form == "part":
+        if form in ("part", "own"):
             return _cut(whole, _positions(rank, self.ranks, self.pieces), padding)
         return whole[:, 2 * rank : 2 * rank + 2] if form == "heads" else whole
 
@@ -520,7 +520,9 @@ class Gradient(NamedTuple):
     setting: Setting
 
 
-FORMS = {  # what collectives take and give; "equal": a whole that is the same on all ranks
+# What collectives take and give. "equal": a whole that is the same on all ranks; "own": a part of which the mean over
+# ranks is trained.
+FORMS = {
     sequence.cut.id: ("whole", "part"),
     sequence.gather_parts.id: ("part", "whole"),
     sequence.scatter_parts.id: ("whole", "part"),
@@ -530,6 +532,8 @@ FORMS = {  # what collectives take and give; "equal": a whole that is the same o
     sequence.gather_output.id: ("part", "border"),
     sequence.to_output.id: ("equal", "border"),
     sequence.from_input.id: ("border", "whole"),
+    sequence.to_own_output.id: ("part", "own"),
+    sequence.from_own_input.id: ("own", "part"),
 }
 
 
@@ -572,8 +576,11 @@ def _found_of_gradient(case: Gradient) -> str:
     outs, ins, are_parts = zip(*_on_ranks(setting.ranks, run), strict=True)
     if not all(are_parts):
         return f"rank {are_parts.index(False)} cuts another part"
-    left = outs[0] if gives == "border" else sum(outs)
-    right = ins[0] if takes == "border" else sum(ins)
+
+    def total(form: str, products: Sequence[float]) -> float:
+        return products[0] if form == "border" else sum(products) / (setting.ranks if form == "own" else 1)
+
+    left, right = total(gives, outs), total(takes, ins)
     return "" if abs(left - right) < 0.5 else f"<A x, y> = {left:g}, <x, A' y> = {right:g}"
 
 

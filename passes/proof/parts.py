@@ -58,8 +58,8 @@ class Form(NamedTuple):
     """What a value of the new computation is of the recorded value ``number``.
 
     ``kind``: "whole", "part", "heads", "sum" and "mean" (what ranks have to add up), "border" (a result for the user,
-    or an argument with a gradient), "drawn" (with this rank's random numbers), or one of the steps of a loss. ``split``
-    is that of a part.
+    or an argument with a gradient), "own" (likewise, of a rank with a batch of its own), "drawn" (with this rank's
+    random numbers), or one of the steps of a loss. ``split`` is that of a part.
     """
 
     kind: str
@@ -107,7 +107,8 @@ def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[st
         for p, number in zip(new.args, inputs.values(), strict=True)
     }
     for name, gather in given_parts(recorded).items() if context.plan.axis is Axis.CONTEXT else ():
-        forms[name] = Form("part", values[gather.output.name], gather.args[1].split)
+        kind = "own" if name in context.differentiated else "part"
+        forms[name] = Form(kind, values[gather.output.name], gather.args[1].split)
     try:
         results = proof.follow(new, forms)
     except UnknownForm as error:
@@ -121,7 +122,8 @@ def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[st
         if form.number != number:
             yield f"{of}, output {i} is of another value"
         inexact = isinstance(proxy, TensorProxy) and dtypes.is_inexact_dtype(proxy.dtype)
-        allowed = {"border", "part"} if context.returns_parts else {"border"}
+        part = "own" if context.experts and inexact else "part"
+        allowed = {"border", part} if context.returns_parts else {"border"}
         if form.kind not in allowed | ({"whole"} if proxy.name in inputs or not inexact else set()):
             yield f"{of}, output {i} is {form.kind}, not {' or '.join(sorted(allowed))}"
 
@@ -495,6 +497,10 @@ def _across(before: str, after: str) -> Any:
     return lambda form, part: Form(after, form.number) if form.kind == before else None
 
 
+def _own(before: str, after: str) -> Any:
+    return lambda form, part: form._replace(kind=after) if (form.kind, form.split) == (before, part.split) else None
+
+
 LAWS = {
     comm.cut.id: _cut,
     comm.gather_parts.id: _gather,
@@ -505,6 +511,8 @@ LAWS = {
     comm.exchange_positions.id: _exchange("heads", "part"),
     comm.to_output.id: _across("whole", "border"),
     comm.from_input.id: _across("border", "whole"),
+    comm.to_own_output.id: _own("part", "own"),
+    comm.from_own_input.id: _own("own", "part"),
 }
 
 

@@ -52,7 +52,7 @@ from torch.utils._pytree import tree_leaves
 
 
 SIDE = 64  # of the matrix on which an optimizer is tried
-DISPATCH = 40e-6  # seconds in which torch 2.13 brings an operator to the memory of a DTensor, on a CPU of 2.5 GHz
+DISPATCH = 40e-6  # seconds in which torch 2.13 brings an operator to the memory of a DTensor, on a core of an EPYC
 
 
 class OptimizerCost(NamedTuple):

@@ -13,6 +13,7 @@ from passes.plan.plan import Split
 from shardtrace.model.places import broadcast
 from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.model.tracing import plan_of
+from shardtrace.options.policies import ExpertParallel
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.record.calls import Path, map_tensors
@@ -41,14 +42,15 @@ def shard_sequence(model: nn.Module, batch: T) -> T:
         batch: a tensor, or any structure of tensors, whole.
 
     Returns:
-        A copy of the structure with parts, or the batch itself if this model's sequences are whole.
+        A copy of the structure with parts, or the batch itself if this model's sequences are whole, as they are with
+        ``expert_parallel``.
 
     Raises:
         ValueError: if the model is not sharded, or a sequence does not divide into 2 N chunks.
     """
     _, (state, *_) = sharded_states(model)
     plan, options = plan_of(state), state.options.context
-    if plan is None or options is None or plan.ranks == 1:
+    if plan is None or options is None or plan.ranks == 1 or isinstance(options, ExpertParallel):
         return batch
     dim = options.sequence_dim
 

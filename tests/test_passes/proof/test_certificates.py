@@ -152,6 +152,19 @@ NO_ADJOINTS = {
 }
 
 
+@pytest.mark.parametrize(("symbol", "other"), [(S.to_own_output, S.from_own_input), (S.from_own_input, S.to_own_output)])
+def test_gradients_of_batches_that_ranks_have_of_their_own(symbol, other):
+    setting = certificates.Setting(3, True, False, 1)
+
+    def found(of):
+        return certificates._found_of_gradient(
+            certificates.Gradient(transforms._grad_fn_map[of.id], symbol.id, setting)
+        )
+
+    assert found(symbol) == ""
+    assert "<A x, y>" in found(other)
+
+
 @pytest.mark.parametrize("what", NO_ADJOINTS)
 def test_a_gradient_that_is_no_adjoint_is_found(proof_of_sequence, what, monkeypatch):
     attention, symbol, forward, backward = NO_ADJOINTS[what]

@@ -1,10 +1,11 @@
 """Losses and gradients of models whose sequences are split over ranks are those of one process."""
 
 import copy
+import sys
 from functools import partial
 
 import shardtrace
-from shardtrace import CommPolicy, CompilePolicy, ContextParallel
+from shardtrace import Checks, CommPolicy, CompilePolicy, ContextParallel
 
 import pytest
 import thunder
@@ -436,10 +437,57 @@ def test_experts_of_ranks_with_their_own_batches_are_proven(fake_ranks):
     fake_ranks(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert",))
     model = shardtrace.fsdp(Sparse(), mesh=mesh, expert_parallel="expert", activation_checkpointing="full")
-    inside(model, *batch(0, 7, 1)).backward()
+    own = batch(0, 7, 1)
+    assert shardtrace.shard_sequence(model, own) is own
+    inside(model, *own).backward()
     assert shardtrace.prove(model).verdict == "proven"
     received = [row.bytes for row in shardtrace.collectives(model) if row.parameters and "up" in row.parameters[0]]
     assert received == [4 * 48 * 8 * 4 // 4] * 6  # a quarter of the experts of two layers: two gathers, one reduction
+
+
+class Layers(Sparse):
+    """States (B, T, 8) to logits: what comes before, and the loss, are the script's."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+
+@on_ranks(4)
+def test_losses_that_the_script_computes_of_its_own_batch():
+    """They are averaged over all ranks, as without experts. What the script has computed before gets the gradient of
+    this rank's loss."""
+    torch.manual_seed(0)
+    whole = Layers()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, expert_parallel="expert")
+    batches = [(torch.randn(2, 7, 8, requires_grad=True), batch(rank, 7, rows=2)[1]) for rank in range(4)]
+    losses = [F.cross_entropy(whole(h).flatten(0, 1), labels.flatten()) for h, labels in batches]
+    torch.stack(losses).mean().backward()
+    h, labels = batches[dist.get_rank()]
+    own = h.detach().requires_grad_()
+    loss = F.cross_entropy(model(own).flatten(0, 1), labels.flatten())
+    loss.backward()
+    torch.testing.assert_close(loss, losses[dist.get_rank()])
+    torch.testing.assert_close(own.grad, 4 * h.grad)
+    compare_gradients(model, whole, 1e-5)
+
+
+@pytest.mark.parametrize("symbol", ["to_own_output", "from_own_input"])
+def test_own_parts_without_their_gradients_are_not_proven(fake_ranks, monkeypatch, symbol):
+    fake_ranks(2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+
+    def verdict():
+        model = shardtrace.fsdp(Layers(layers=1), mesh=mesh, expert_parallel="expert", checks=Checks(prove=False))
+        model(torch.randn(2, 7, 8, requires_grad=True)).sum().backward()
+        return shardtrace.prove(model).verdict
+
+    assert verdict() == "proven"
+    for module in ("sequence", "split_sequence"):
+        monkeypatch.setattr(sys.modules[f"passes.{module}"], symbol, lambda x, part: x, raising=False)
+    assert verdict() == "unproven"
 
 
 def test_a_model_without_experts_is_refused(fake_ranks):
