@@ -127,8 +127,9 @@ def fsdp(
             the parts with which it computes. What a step cannot compute in parts is computed whole.
         expert_parallel: the name of the dimension of ``mesh`` whose ranks compute experts together. Each has a batch of
             its own, of the same shape, and receives a part of every expert, for the tokens of all of them, instead of
-            all experts. A loss in forward is that of all these batches; one that the script computes of the
-            results is averaged over ranks. Experts are those of grouped products, as in transformers 5. Parameters are sharded over all dimensions of the mesh.
+            all experts. A loss in forward is that of all these batches; one that the script computes of the results is
+            averaged over ranks. Experts are those of grouped products, as in transformers 5. Parameters are sharded
+            over all dimensions of the mesh.
         memory: that of a rank, as in "80GB" or a number of bytes, or a :class:`MemoryBudget`. When the first batch of
             a shape is compiled, the fastest step that fits is chosen: what each block recomputes (if
             ``activation_checkpointing`` is None), which parameters of "zero3" and "zero2" stay gathered until
