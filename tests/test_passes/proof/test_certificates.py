@@ -152,7 +152,9 @@ NO_ADJOINTS = {
 }
 
 
-@pytest.mark.parametrize(("symbol", "other"), [(S.to_own_output, S.from_own_input), (S.from_own_input, S.to_own_output)])
+@pytest.mark.parametrize(
+    ("symbol", "other"), [(S.to_own_output, S.from_own_input), (S.from_own_input, S.to_own_output)]
+)
 def test_gradients_of_batches_that_ranks_have_of_their_own(symbol, other):
     setting = certificates.Setting(3, True, False, 1)
 
