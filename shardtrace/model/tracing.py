@@ -158,6 +158,16 @@ def check_alone(state: ShardedState, call: Callable[..., Any]) -> None:
         )
 
 
+def check_means(state: ShardedState, kwargs: Mapping[str, Any]) -> None:
+    """Raises RuntimeError for a loss that is a sum over one batch, of a model that computes that of several."""
+    if isinstance(state.options.context, ExpertParallel) and unwrap(kwargs.get("num_items_in_batch")) is not None:
+        raise RuntimeError(
+            f"{state.model_name} is given num_items_in_batch, by which transformers divides a sum over one batch, but its "
+            "loss is that of the batches of all ranks of expert_parallel: set model.accepts_loss_kwargs = False before "
+            "you make the Trainer, which then asks for means"
+        )
+
+
 def wholes(state: ShardedState, context: Context | None) -> Callable[[TensorProxy], TensorProxy]:
     """Gives for the proxy of an argument that of the whole value of which it is a part. The trace gathers it, once."""
     if context is None or not takes_parts(state):
@@ -334,6 +344,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     facts = compilation.trace(get_jit_ctx())
     facts.tensors, facts.context = contexts_of(states, facts)
     check_alone(states[0], call)
+    check_means(states[0], kwargs)
     facts.chunks = states[0].options.compile.chunk_loss
     in_step = [*getattr(facts.contract, "states", ()), *states]  # also of earlier calls
     if makes := [s.contract for s in in_step if s.contract is not None]:

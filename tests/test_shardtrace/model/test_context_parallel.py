@@ -490,7 +490,14 @@ def test_own_parts_without_their_gradients_are_not_proven(fake_ranks, monkeypatc
     assert verdict() == "unproven"
 
 
-def test_a_model_without_experts_is_refused(fake_ranks):
+class Summed(Sparse):
+    """As models of transformers take what the Trainer counts."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, labels) * labels.numel() / others.get("num_items_in_batch", labels.numel())
+
+
+def test_what_experts_refuse(fake_ranks):
     fake_ranks(2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     model = shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="expert")
@@ -498,6 +505,9 @@ def test_a_model_without_experts_is_refused(fake_ranks):
         RuntimeError, match=r"expert_parallel: no experts can be computed in 2 parts. They are found by"
     ):
         model(batch(0, 7)[0])
+    model = shardtrace.fsdp(Summed(), mesh=mesh, expert_parallel="expert")
+    with pytest.raises(RuntimeError, match=r"Summed is given num_items_in_batch.*accepts_loss_kwargs = False"):
+        model(*batch(0, 7), num_items_in_batch=torch.tensor(14))
     with pytest.raises(ValueError, match=r"expert_parallel and context_parallel both say .*: choose one"):
         shardtrace.fsdp(Tokens(), mesh=mesh, expert_parallel="expert", context_parallel="expert")
     with pytest.raises(TypeError, match="expert_parallel must be the name of a mesh dimension, not 2"):
