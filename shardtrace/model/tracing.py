@@ -162,9 +162,9 @@ def check_means(state: ShardedState, kwargs: Mapping[str, Any]) -> None:
     """Raises RuntimeError for a loss that is a sum over one batch, of a model that computes that of several."""
     if isinstance(state.options.context, ExpertParallel) and unwrap(kwargs.get("num_items_in_batch")) is not None:
         raise RuntimeError(
-            f"{state.model_name} is given num_items_in_batch, by which transformers divides a sum over one batch, but its "
-            "loss is that of the batches of all ranks of expert_parallel: set model.accepts_loss_kwargs = False before "
-            "you make the Trainer, which then asks for means"
+            f"{state.model_name} is given num_items_in_batch, by which transformers divides a sum over one batch, but "
+            "its loss is that of the batches of all ranks of expert_parallel: set model.accepts_loss_kwargs = False "
+            "before you make the Trainer, which then asks for means"
         )
 
 
