@@ -520,8 +520,8 @@ class Gradient(NamedTuple):
     setting: Setting
 
 
-# What collectives take and give. "equal": a whole that is the same on all ranks; "own": a part of which the mean over
-# ranks is trained.
+# What collectives take and give. "equal": a whole value that all ranks share; "own": a part of a rank's own batch,
+# whose loss is averaged over ranks.
 FORMS = {
     sequence.cut.id: ("whole", "part"),
     sequence.gather_parts.id: ("part", "whole"),

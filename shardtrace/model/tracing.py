@@ -148,18 +148,15 @@ def takes_parts(state: ShardedState) -> bool:
     return group is not None and group.size() > 1 and options is not None and options.arguments == "part"
 
 
-def check_alone(state: ShardedState, call: Callable[..., Any]) -> None:
-    """Raises RuntimeError if a jitted function around a model that takes parts could compute with parts itself."""
+def check_call_of_parts(state: ShardedState, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises RuntimeError if a jitted function around a model that takes parts could compute with parts itself, or if a
+    model that computes the loss of several batches is asked for a sum over one."""
     function = get_compile_data().fn
     if takes_parts(state) and function is not state.model and getattr(function, "__wrapped__", None) is not call:
         raise RuntimeError(
             f'{state.model_name} takes parts of sequences (arguments="part"), but is called in a jitted function that '
             'would see whole ones: jit the model alone, or choose ContextParallel(arguments="whole")'
         )
-
-
-def check_means(state: ShardedState, kwargs: Mapping[str, Any]) -> None:
-    """Raises RuntimeError for a loss that is a sum over one batch, of a model that computes that of several."""
     if isinstance(state.options.context, ExpertParallel) and unwrap(kwargs.get("num_items_in_batch")) is not None:
         raise RuntimeError(
             f"{state.model_name} is given num_items_in_batch, by which transformers divides a sum over one batch, but "
@@ -343,8 +340,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     _drop_oldest(compilation, states[0])
     facts = compilation.trace(get_jit_ctx())
     facts.tensors, facts.context = contexts_of(states, facts)
-    check_alone(states[0], call)
-    check_means(states[0], kwargs)
+    check_call_of_parts(states[0], call, kwargs)
     facts.chunks = states[0].options.compile.chunk_loss
     in_step = [*getattr(facts.contract, "states", ()), *states]  # also of earlier calls
     if makes := [s.contract for s in in_step if s.contract is not None]:

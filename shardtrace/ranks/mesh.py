@@ -248,15 +248,15 @@ def _sharing(mesh: Mesh | None, dims: Mapping[str, str], *, hybrid: bool) -> Gro
     if len({*dims.values()}) < len(dims):
         raise ValueError(f"{' and '.join(dims)} both name {dims['tensor_parallel']!r}: give each a dimension")
     every = mesh.mesh_dim_names or ()
-    roles = ["tensor" if option == "tensor_parallel" else "context" for option in dims]
-    groups = {role: mesh.get_group(dim) for role, dim in zip(roles, dims.values(), strict=True)}
+    by_role = {"tensor" if option == "tensor_parallel" else "context": dim for option, dim in dims.items()}
+    groups = {role: mesh.get_group(dim) for role, dim in by_role.items()}
     sharing = next(iter(groups.values()))
     if len(groups) > 1:
         sharing = mesh[tuple(d for d in every if d in dims.values())]._flatten().get_group()
     everyone = _everyone(mesh)
     place_of = {int(mesh.mesh[place]): place for place in product(*map(range, mesh.mesh.shape))}
     places = [place_of[rank] for rank in dist.get_process_group_ranks(everyone)]
-    seats = {role: tuple(p[every.index(dim)] for p in places) for role, dim in zip(roles, dims.values(), strict=True)}
+    seats = {role: tuple(p[every.index(dim)] for p in places) for role, dim in by_role.items()}
     flat = DeviceMesh.from_group(everyone, mesh.device_type)
     return Groups(flat, everyone, everyone, sharing=sharing, seats=seats, **groups)
 

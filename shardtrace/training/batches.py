@@ -42,8 +42,8 @@ def shard_sequence(model: nn.Module, batch: T) -> T:
         batch: a tensor, or any structure of tensors, whole.
 
     Returns:
-        A copy of the structure with parts, or the batch itself if this model's sequences are whole, as they are with
-        ``expert_parallel``.
+        A copy of the structure with parts. The batch itself if the model takes whole sequences, or if each rank has
+        its own batch (``expert_parallel``).
 
     Raises:
         ValueError: if the model is not sharded, or a sequence does not divide into 2 N chunks.
