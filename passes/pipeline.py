@@ -49,6 +49,7 @@ from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
 from passes.gradients import accumulate_gradients, drop_unused
 from passes.offload import Trip, offload_activations
+from passes.overlap import overlap_sequence
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.callable import Border
@@ -70,7 +71,7 @@ from passes.schedule import schedule, wait_copies
 from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
 from passes.split_parameters import Tensors, split_parameters
-from passes.split_sequence import overlap_sequence, split_sequence
+from passes.split_sequence import split_sequence
 
 import torch
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace

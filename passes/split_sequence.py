@@ -14,15 +14,6 @@ A value may be there as a whole, or in one or several splits. Lines of whole val
 them, and for a part of a result, if the table of dims (:mod:`passes.analysis.dims`) tells how to compute it. A line
 without a rule is computed on whole operands, as without this pass. See Note [Gradients] in
 :mod:`passes.comm.sequence`.
-
-``overlap_sequence``: collectives of sequences are issued as early as their operands exist, and waited for as late as
-they are used.
-
-    ft3 = all_gather_parts(k, dim2_of_16)        right after k
-    ...                                             compute that needs no keys
-    keys = wait_all_gather_parts(ft3, ...)       right before the attention
-
-Compute lines keep their order, and so do collectives: it is a function of the trace, which is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +24,8 @@ from typing import Any
 
 from passes.analysis.dims import TorchLine, attention_arguments, loss_arguments, of_each_dim
 from passes.analysis.recognise import (
-    is_backward,
-    is_deletion,
     is_return,
-    is_sequence_issue,
-    is_sequence_wait,
     is_unpack,
-    names,
     part_at,
 )
 from passes.comm.sequence import (
@@ -63,8 +49,7 @@ from thunder import torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
-from thunder.executors.passes import del_last_used
+from thunder.core.trace import TraceCtx
 
 
 def split_sequence(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
@@ -263,61 +248,3 @@ RULES: dict[str, Rule] = {
     "nn.functional.cross_entropy": cross_entropy,
     "getitem": leading_slice,
 }
-
-
-# ---- when they are sent ----
-
-
-def overlap_sequence(trace: TraceCtx) -> TraceCtx:
-    """Lets collectives of sequences run beside compute.
-
-    Takes: a lowered forward or backward, or that of a block.
-    Gives: each collective of a sequence issued right after the line that makes its operand, and waited for right before
-    the first line that reads its result.
-    No-op when: the trace has none.
-    """
-    lines = [b for b in trace.bound_symbols if not is_deletion(b)]
-    if not any(map(is_sequence_issue, lines)):
-        return trace
-    issues: dict[str, list[BoundSymbol]] = {}  # by operand
-    for b in filter(is_sequence_issue, lines):
-        issues.setdefault(b.args[0].name, []).append(b)
-    waits = {b.output.name: b for b in lines if is_sequence_wait(b)}  # by result
-    new = from_trace(trace)
-    new.bound_symbols = _placed(lines, issues, waits)
-    return del_last_used(new, clear_mutable_collections=is_backward(trace))
-
-
-def _placed(
-    lines: list[BoundSymbol], issues: dict[str, list[BoundSymbol]], waits: dict[str, BoundSymbol]
-) -> list[BoundSymbol]:
-    placed: list[BoundSymbol] = []
-    ready: list[BoundSymbol] = []  # whose operands exist, before the first line of compute
-    sent = {issue.output.name: issue.args[0].name for found in issues.values() for issue in found}
-
-    def add(bsym: BoundSymbol) -> None:
-        placed.append(bsym)
-        for o in bsym.flat_proxy_outs:
-            for issue in issues.pop(o.name, ()):
-                if is_unpack(bsym):
-                    ready.append(issue)
-                else:
-                    add(issue)
-
-    def finish(name: str) -> None:
-        wait = waits.pop(name)
-        if (operand := sent[wait.args[0].name]) in waits:  # gathered over some ranks, then over others
-            finish(operand)
-        add(wait)
-
-    for bsym in lines:
-        if is_sequence_issue(bsym) or is_sequence_wait(bsym):
-            continue
-        if not is_unpack(bsym):
-            while ready:
-                add(ready.pop(0))
-        read = names(bsym.args) if is_return(bsym) else names(bsym.flat_proxy_args)
-        for name in [name for name in waits if name in read]:
-            finish(name)
-        add(bsym)
-    return placed

@@ -128,6 +128,7 @@ class ContextPlan:
             heads for positions where heads divide, "auto" does what sends less.
         axis: their process group in ``runtime``.
         direct: whether ranks exchange messages, because the group's own reduce_scatter sends all to all (gloo).
+        cost: what compute and messages take, for their order.
     """
 
     ranks: int
@@ -139,6 +140,7 @@ class ContextPlan:
     direct: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
     seats: tuple[int, ...] = ()
+    cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
 
     def chunk(self, length: int) -> int:
         """Positions of one chunk of a sequence, padding included."""

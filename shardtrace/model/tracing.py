@@ -114,6 +114,7 @@ def plan_of(state: ShardedState) -> ContextPlan | None:
         direct=direct,
         runtime=state.runtime,
         seats=state.groups.seats["context"],
+        cost=state.cost,
     )
 
 
@@ -130,6 +131,7 @@ def _tensors_of(state: ShardedState) -> Tensors | None:
         direct=direct,
         runtime=state.runtime,
         seats=state.groups.seats["tensor"],
+        cost=state.cost,
     )
     return Tensors(plan, hows=options.hows(e.name for e in state.entries))
 

@@ -17,10 +17,10 @@ from passes.analysis.verify import COMPUTE, HOST, Streams, Wait, Work, actions, 
 from passes.comm import activations, cuts, direct, messages, native, quantized, sequence, symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
+from passes.overlap import overlap_sequence
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, runtime
 from passes.plan.plan import ContextPlan, Split
 from passes.schedule import wait_copies
-from passes.split_sequence import overlap_sequence
 
 import pytest
 import torch
