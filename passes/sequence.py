@@ -36,6 +36,7 @@ from passes.comm.sequence import (
 from passes.comm.symbols import Property
 from passes.plan import Axis
 from passes.plan.dims import is_linear
+from passes.plan.dims.reductions import RESHAPES
 from passes.plan.plan import ContextPlan, Split
 from passes.writer import Writer, place
 
@@ -221,9 +222,8 @@ class Splitter:
         bias: TensorProxy | None,
         wanted: Split | None = None,
     ) -> None:
-        dims = range(old.ndim - 1) if self.rules.rows and (bias is None or bias.ndim == 1) else ()
-        splits = (Split(d, 1, self.plan.ranks, old.shape[d] // self.plan.ranks) for d in dims)
-        split = next((s for s in splits if s.inner and s.size == old.shape[s.dim]), wanted)
+        split = self._rows_of(old) if self.rules.rows and (bias is None or bias.ndim == 1) else None
+        split = wanted if split is None else split
 
         def total() -> Any:
             found = sum_parts(x, self.everywhere) if split is None else scatter_parts(x, self.at(split))
@@ -233,6 +233,20 @@ class Splitter:
         if split is None:
             return self.know_whole(old, found)
         self.know_part(old, split, found, rows=self.rules.rows)
+
+    def _rows_of(self, value: TensorProxy) -> Split | None:
+        """Rows of the batch, or else of the sequence; None if neither divides. Of a sequence of which other ranks hold
+        parts, each of their chunks is cut."""
+        ranks, within = self.plan.ranks, self.plan.within
+        if within > 1 and value.ndim == 2:  # of sequences one behind the other: as of what they are reshaped to
+            call = next((self.torch_line(line) for line in self._only_reader(value.name)), None)
+            after = call.results[0] if call is not None and call.name in RESHAPES else value
+            split = self._rows_of(after) if after.ndim > 2 else None
+            placed = lead(call, 0, split) if call is not None and split is not None else None
+            return placed.operands[0] if placed is not None else None
+        blocks = ((d, within if d else 1) for d in range(value.ndim - 1))
+        splits = (Split(d, n, ranks, value.shape[d] // (n * ranks)) for d, n in blocks)
+        return next((s for s in splits if s.inner and s.size == value.shape[s.dim]), None)
 
     # ---- sums that wait for smaller values ----
 

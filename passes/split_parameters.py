@@ -80,7 +80,7 @@ def split_parameters(
     tables = search.find_tables(context.plan.ranks if context is not None else 1)
     tensors.remarks |= dict.fromkeys(_remarks(search))
     found: list[TraceCtx] = []
-    for rows in (True, False) if chosen and (context is None or context.plan.ranks == 1) else (False,):
+    for rows in (True, False) if chosen else (False,):
         rules = Rules({**RULES, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True, rows=rows)
         to = Splitter(computation, tensors.plan, rules, tensors.remarks, chosen=chosen)
         with writing():

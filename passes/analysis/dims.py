@@ -14,6 +14,7 @@ from passes.comm.sequence import (
     from_own_input,
     gather_output,
     gather_parts,
+    scatter_parts,
     sum_parts,
     to_output,
     to_own_output,
@@ -151,9 +152,20 @@ def resized(line: TorchLine, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[A
     """The arguments with which a line gives results of these local shapes: sizes among them are replaced."""
     if not line.results:
         return line.args, line.kwargs
+    if line.name in OF_PARTS:
+        return (line.args[0], _resized_part(line.args[1], line.results[0], shapes[0]), *line.args[2:]), line.kwargs
     operand = _shape(line.operands[0]) if line.operands else ()
     change = table.Change(operand, _shape(line.results[0]), tuple(shapes[0]))
     return table.resized(line.name, line.args, line.kwargs, change)
+
+
+def _resized_part(part: Part, result: TensorProxy, shape: Shape) -> Part:
+    """The part of a result of this local shape: of a part of the sequence."""
+    whole, local = result.shape[part.split.dim], shape[part.split.dim]
+    if whole == local:
+        return part
+    blocks = "inner" if part.split.outer == 1 else "outer"
+    return Part(part.plan, part.split._replace(**{blocks: getattr(part.split, blocks) * local // whole}), part.fill)
 
 
 def _fits(split: Split, t: TensorProxy) -> bool:
@@ -191,10 +203,33 @@ def _of_each_row(line: TorchLine) -> Relation:
     return Relation(((0, None), (0,)), ((0, None),))
 
 
+def _cut_twice(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
+    """A collective over other ranks along the sequence that is split. Either each chunk of the sequence is cut over
+    these ranks, or the sequences of a batch are shared out. The split is that of the operand, or of the result."""
+    part: Part = line.args[1]
+    ranks, within, cuts = part.plan.ranks, part.plan.within, part.split
+    if cuts.dim != split.dim or cuts.length != ranks or within == 1 or part.fill is not None:
+        return None
+    of_whole = (line.name == gather_parts.id) == (of_operand is None)  # whether the split is that of the whole value
+    sequences = split.outer if of_whole else split.outer * ranks
+    if cuts.outer % (split.outer * within) == 0:  # each chunk
+        longest = split.length if of_whole else split.length * ranks
+        rows, rest = divmod(longest, within * ranks)
+        other = split._replace(length=within * rows if of_whole else longest)
+    else:
+        share, rest = divmod(sequences, ranks)
+        rest += cuts.outer - 1
+        other = split._replace(outer=share if of_whole else sequences)
+    if rest:
+        return None
+    return Placed((split,), (other,)) if of_operand is not None else Placed((other,), (split,))
+
+
 PART_OF_LOSS = "part of loss"
+OF_PARTS = tuple(s.id for s in (cut, gather_parts, scatter_parts))
 BORDER = (gather_output, to_output, from_input, to_own_output, from_own_input)
 OWN: Mapping[Hashable, Callable[[TorchLine], Relation]] = {
-    **dict.fromkeys((s.id for s in (cut, gather_parts, sum_parts, *BORDER)), _keeps_dims),
+    **dict.fromkeys((*OF_PARTS, *(s.id for s in (sum_parts, *BORDER))), _keeps_dims),
     PART_OF_LOSS: _of_each_row,
 }
 
@@ -280,6 +315,7 @@ def _grouped(line: TorchLine, split: Split, of_operand: int | None) -> Placed | 
 SPECIAL: Mapping[str, Callable[[TorchLine, Split, int | None], Placed | None]] = {
     **dict.fromkeys(("chunk", "split"), _cut_equally),
     "getitem": _every_nth,
+    **dict.fromkeys(OF_PARTS, _cut_twice),
     "nn.functional.scaled_dot_product_attention": _grouped,
 }
 

@@ -55,6 +55,12 @@ class Part(ContextObject):
         super().__init__(f"{plan.axis.value}_{where}", self)
         self.plan, self.split, self.fill = plan, split, fill
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and (self.plan, self.split, self.fill) == (other.plan, other.split, other.fill)
+
+    def __hash__(self) -> int:
+        return hash((self.plan, self.split, self.fill))
+
     @property
     def label(self) -> str:
         """Its name in profiles and errors."""

@@ -129,6 +129,8 @@ class ContextPlan:
         axis: their process group in ``runtime``.
         direct: whether ranks exchange messages, because the group's own reduce_scatter sends all to all (gloo).
         cost: what compute and messages take, for their order.
+        within: the chunks of sequences of which other ranks hold parts; 1: none. Rows of these ranks are those of each
+            chunk, so that a part of a sequence has a part of the rows.
     """
 
     ranks: int
@@ -141,6 +143,7 @@ class ContextPlan:
     runtime: Runtime = field(default_factory=PlainRuntime)
     seats: tuple[int, ...] = ()
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
+    within: int = 1
 
     def chunk(self, length: int) -> int:
         """Positions of one chunk of a sequence, padding included."""

@@ -132,6 +132,7 @@ def _tensors_of(state: ShardedState) -> Tensors | None:
         runtime=state.runtime,
         seats=state.groups.seats["tensor"],
         cost=state.cost,
+        within=sequences.pieces * sequences.ranks if (sequences := plan_of(state)) is not None else 1,
     )
     return Tensors(plan, hows=options.hows(e.name for e in state.entries))
 

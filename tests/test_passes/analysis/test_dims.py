@@ -3,14 +3,16 @@
 ``DIMS_SAMPLES=200`` runs that many samples of each of torch's operators, for minutes, instead of the first useful one.
 """
 
+import math
 import os
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 
-from passes.analysis.dims import Placed, follow, lead, resized, torch_line
+from passes.analysis.dims import Placed, TorchLine, follow, lead, resized, torch_line
+from passes.comm.sequence import Part, cut, gather_parts, local_part, scatter_parts
 from passes.plan.dims import RESHAPES, TABLE, canonical, is_linear, moved
 from passes.plan.dims.table import relation
-from passes.plan.plan import Split
+from passes.plan.plan import ContextPlan, Split
 from shardtrace import fsdp
 
 import pytest
@@ -269,3 +271,39 @@ def test_lines(function, names, single_rank):
             assert line.operands[number].shape[0] in (2, 12)
             split = Split(0, line.operands[number].shape[0] // 2, 2, 1)
             assert line.name == "view" or follow(line, number, split) is not None
+
+
+RANKS, OTHERS = 2, 3  # of rows, and of parts of the sequence
+CUT_TWICE = {  # the shape, how ranks cut rows, how the sequence is split, and how that of rows is
+    "chunks": ((2, 24, 5), Split(1, 6, 2, 2), Split.along(1, 24), Split.along(1, 12)),
+    "chunks of several blocks": ((1, 48), Split(1, 12, 2, 2), Split.along(1, 48), Split.along(1, 24)),
+    "sequences one behind the other": ((3 * 12, 2), Split(0, 18, 2, 1), Split(0, 3, 12, 1), Split(0, 3, 6, 1)),
+    "whole sequences": ((4 * 12, 2), Split(0, 1, 2, 24), Split(0, 4, 12, 1), Split(0, 2, 12, 1)),
+    "whole sequences, padded": ((4 * 13, 2), Split(0, 1, 2, 26), Split(0, 4, 13, 1), Split(0, 2, 13, 1)),
+    "a chunk lies across sequences": ((3 * 12, 2), Split(0, 6, 2, 3), Split(0, 3, 12, 1), None),
+    "a batch that does not divide": ((3 * 12, 2), Split(0, 1, 2, 18), Split(0, 3, 12, 1), None),
+    "chunks that do not divide": ((1, 12), Split(1, 6, 2, 1), Split(1, 1, 4, 3), None),
+}
+
+
+@pytest.mark.parametrize("case", CUT_TWICE)
+def test_a_part_of_a_sequence_has_a_part_of_the_rows(case):
+    shape, rows, sequence, of_rows = CUT_TWICE[case]
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    for rank, other in product(range(RANKS), range(OTHERS)):
+        part = Part(ContextPlan(RANKS, rank, pieces=1, within=2 * OTHERS), rows)
+        plan = ContextPlan(OTHERS, other)
+        y = local_part(x, part)
+        for symbol, whole, after in ((cut, x, y), (gather_parts, y, x), (scatter_parts, x, y)):
+            line = TorchLine(symbol.id, (whole, part), {}, (whole,), (after,))
+            given, expected = (sequence, of_rows) if whole is x else (of_rows, sequence)
+            if given is None:
+                continue
+            placed = None if of_rows is None else Placed((given,), (expected,))
+            assert follow(line, 0, given) == placed
+            if expected is not None:
+                assert lead(line, 0, expected) == placed
+        if of_rows is not None:
+            first, then = local_part(x, Part(plan, sequence)), local_part(y, Part(plan, of_rows))
+            (_, local), _ = resized(TorchLine(cut.id, (x, part), {}, (x,), (y,)), [tuple(then.shape)])
+            assert torch.equal(local_part(first, local), then)
