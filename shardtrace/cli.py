@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -38,12 +38,13 @@ from passes.compat.jit import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from passes.plan.cost import hardware
 from shardtrace import doctor
+from shardtrace.api import fsdp
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
-from shardtrace.inspector.checking import Check, check
+from shardtrace.inspector.checking import Check, check, one_rank
 from shardtrace.inspector.inspection import TargetError, make, model_and_inputs, script_of
 from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import state_of, states_in
-from shardtrace.options.policies import POLICIES, grouped, needs
+from shardtrace.options.policies import POLICIES, ExpertParallel, grouped, needs
 from shardtrace.planner import calibrate
 from shardtrace.planner.calibrate import rates_of
 from shardtrace.planner.contract import MemoryBudgetError
@@ -53,6 +54,7 @@ from shardtrace.planner.training_plan import NoPlanFitsError, PlanError, Trainin
 import thunder
 import torch
 from torch import nn
+from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 INSPECTED = (
@@ -69,6 +71,10 @@ FLAGS = {  # options of fsdp and fields of its policies, by the commands that ha
     "check": ("sharding_strategy", "bucketing_strategy", "mp_policy", "memory"),
     "plan": ("sharding_strategy", "mp_policy"),
 }
+OF_SCRIPTS = (  # options of a script's fsdp with which its step is checked, beside the mesh
+    *("sharding_strategy", "bucketing_strategy", "mp_policy", "activation_checkpointing", "offload_policy", "memory"),
+    *("context_parallel", "tensor_parallel", "comm_policy", "compile_policy"),
+)
 ABOUT = {  # what each flag of an option takes
     "sharding_strategy": ("S", "zero3 (default), zero2, ddp, owner, zero3_secondary, hybrid_zero3 or hybrid_zero2"),
     "bucketing_strategy": ("B", "auto (default), none, layer, block, model, or a size in MB"),
@@ -117,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _on_ranks(options.world_size, arguments)
         if options.world_size > 1 and options.world_size != (ranks := int(os.environ["WORLD_SIZE"])):
             parser.error(f"--world-size {options.world_size} under a torchrun of {ranks} ranks: leave it out")
-        options.world_size = 1  # of a script, up to its call
+        options.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.command != "check":
         try:
             options.world_size = options.world_size or _usual_ranks(options)
@@ -135,11 +141,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if interrupt_of(error) is not None:
             print(f"shardtrace: {options.command} was interrupted", file=sys.stderr)
             return INTERRUPTED
-        ours = isinstance(error, PlanError | NoPlanFitsError | MemoryBudgetError)
-        said = _in_flags(str(error)) if ours or isinstance(error, ValueError | TypeError) else str(error)
-        kind = "" if ours else f"{type(error).__name__}: "
-        print(f"shardtrace: {kind}{said} (--traceback shows where){notes_of(error)}", file=sys.stderr)
+        print(f"shardtrace: {_said(error, options)} (--traceback shows where){notes_of(error)}", file=sys.stderr)
         return 1
+
+
+def _said(error: BaseException, options: argparse.Namespace) -> str:
+    """An error for the person at the terminal. What a script has passed to fsdp was no flag."""
+    ours = isinstance(error, PlanError | NoPlanFitsError | MemoryBudgetError)
+    of_script = options.command == "check" and script_of(options.target) is not None
+    said = str(error) if ours else f"{type(error).__name__}: {error}"
+    if of_script and options.world_size == 1:
+        return f"{said}; the script ran as the only rank: --world-size 2 checks it on two"
+    return _in_flags(said) if (ours or isinstance(error, ValueError | TypeError)) and not of_script else said
 
 
 def _usual_ranks(options: argparse.Namespace) -> int:
@@ -204,7 +217,7 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
     if options.command == "check":
         done = _check(options, script_arguments)
         if os.environ.get("RANK", "0") == "0":
-            print(_in_flags(str(done)))
+            print(str(done) if script_of(options.target) is not None else _in_flags(str(done)))
         return 0 if done.ok else 1
     if options.command == "plan":
         _plan(options, script_arguments)
@@ -400,8 +413,40 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
     torch.manual_seed(0)  # ranks make the same model and inputs
     if (script := script_of(options.target)) is None:
         return check(*model_and_inputs(options.target, make(options.target)), **given)
-    call = first_call(script, arguments, world_size=1)
-    return check(whole_copy(call.model, values=True), _inputs(call), **given)
+    call = first_call(script, arguments, world_size=options.world_size)
+    with one_rank():
+        model, kept = _sharded_by_script(script, call, options.world_size)
+        done = check(model, _inputs(call), **kept | given)
+    told = ", ".join(f"{name}={value!r}" for name, value in kept.items() if name not in given)
+    return replace(
+        done, remarks=(*done.remarks, f"with the options of {script.name}: {told}") if told else done.remarks
+    )
+
+
+def _sharded_by_script(script: Path, call: Call, ranks: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that a script calls, as it was before ``fsdp``, and the script's options of it."""
+    found = call.sharded
+    if found is None and ranks == 1:
+        return whole_copy(call.model, values=True), {}
+    if found is None:
+        raise TargetError(
+            f"{script} shards a part of the {type(call.model).__name__} that it jits: check it on one rank, or name a "
+            f"function that returns the model and its inputs, as in {script}:function"
+        )
+    whole = found.whole if found.whole is not None else whole_copy(call.model, values=True)
+    if any(t.is_meta for t in (*whole.parameters(), *whole.buffers())):
+        raise TargetError(
+            f"{script} calls fsdp with parameters on the meta device, whose values only a check on one rank has: leave "
+            f"--world-size out, or name a function that returns the model and its inputs, as in {script}:function"
+        )
+    defaults = signature(fsdp).parameters
+    kept = {name: found.options[name] for name in OF_SCRIPTS if found.options[name] != defaults[name].default}
+    if isinstance(context := kept.get("context_parallel"), ExpertParallel):
+        del kept["context_parallel"]
+        kept["expert_parallel"] = context.mesh_dim
+    if isinstance(mesh := found.options["mesh"], DeviceMesh):
+        kept["mesh"] = init_device_mesh(mesh.device_type, tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+    return whole, kept
 
 
 def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -231,7 +232,7 @@ def full_optimizer_state_dict(
             if dtype is not None and slot.entry is not None:
                 value = slot.entry.whole(values[number].get(key, torch.empty_like(slot.local, dtype=dtype)))
             elif key in values[number]:
-                value = values[number][key]
+                value = copy.deepcopy(values[number][key])  # a tensor that all ranks have goes on to change
             if keep:
                 whole[key] = value.cpu() if cpu and isinstance(value, torch.Tensor) else value
         if whole:
@@ -312,12 +313,13 @@ def _mine(optimizer: Optimizer, model: ModelState, state_dict: Mapping[str, Any]
 
 
 def _part(key: str, value: Any, name: str, slot: Slot) -> Any:
+    """This rank's part of a value, in memory of its own: the optimizer goes on to change it."""
     if not isinstance(value, torch.Tensor) or slot.entry is None or (key == "step" and value.dim() == 0):
-        return value
+        return copy.deepcopy(value)
     if tuple(value.shape) != slot.full_shape:
         if value.numel() == 1 or slot.is_whole:
-            return value
+            return value.clone()
         raise CheckpointError(
             f"the optimizer's {key} of {name} has shape {tuple(value.shape)}, the parameter has {slot.full_shape}"
         )
-    return slot.entry.part(value).clone() if slot.is_whole else slot.entry.part(value)
+    return slot.entry.part(value).clone()

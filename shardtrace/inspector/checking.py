@@ -289,7 +289,7 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
     remarks = list(_rounding_options(fsdp_options))
     expected = _step(copy.deepcopy(whole), arguments)
     exact = _in_float64(_step, whole, arguments, remarks) or Step({})
-    with _group():
+    with one_rank():
         cmodel = thunder.jit(fsdp(copy.deepcopy(whole), **fsdp_options))
         found = _step(cmodel, arguments, into=expected.into)
         rows = _worst_of_ranks(_compared(found, _parts_of_rank(cmodel, expected), _parts_of_rank(cmodel, exact)))
@@ -528,7 +528,7 @@ def _torchs_lines(cmodel: Any) -> Mapping[str, int]:
 
 
 @contextmanager
-def _group() -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """A process group of one rank, if there is none and no environment to make one from."""
     if dist.is_initialized() or "RANK" in os.environ:
         yield

@@ -3,6 +3,7 @@ script, which runs as a fake rank until it has compiled one."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import runpy
@@ -23,8 +24,10 @@ from shardtrace.inspector.checking import Proof, prove_compiled
 from shardtrace.inspector.step_data import Rows, Stage, StepData, Traces, build_step_data, count
 from shardtrace.inspector.summary import Totals, totals
 from shardtrace.inspector.timeline import Profile
+from shardtrace.model.distribute import shard_parameters
 from shardtrace.model.state import states_in
 from shardtrace.model.tracing import watching
+from shardtrace.options.options import canonical, parse_options
 from shardtrace.planner.training_plan import mesh_dim_names
 from shardtrace.testing import compile_sharded, count_ranks, fake_ranks, parse_arguments
 
@@ -338,15 +341,26 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
     return inspect_traces(data.fn, with_proof(data, traces))
 
 
+class Sharded(NamedTuple):
+    """What a script has passed to ``fsdp``: a module, of which ``whole`` is a copy unless the script runs as the only
+    rank, and the options, as :func:`shardtrace.fsdp` names them."""
+
+    module: nn.Module
+    options: Mapping[str, Any]
+    whole: nn.Module | None
+
+
 class Call(BaseException):
     """A call of a jitted module. It is raised to end the script, and no Exception, because the script may catch those.
 
-    ``model`` is sharded; ``arguments`` and ``keywords`` are those of the call.
+    ``model`` is sharded, with ``sharded`` if it is so as a whole; ``arguments`` and ``keywords`` are those of the call.
     """
 
-    def __init__(self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], sharded: Sharded | None
+    ) -> None:
         super().__init__()
-        self.model, self.arguments, self.keywords = model, arguments, keywords
+        self.model, self.arguments, self.keywords, self.sharded = model, arguments, keywords, sharded
 
 
 def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call:
@@ -358,16 +372,30 @@ def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call
         BaseException: any exception of the script.
     """
     run = ThunderModule.__call__
+    options: list[Mapping[str, Any]] = []
+    sharded: list[Sharded] = []
+
+    def parsed(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> Any:
+        options.append(canonical(arguments, spelling))
+        return parse_options(arguments, spelling)
+
+    def before(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sharded.append(Sharded(module, options[-1], copy.deepcopy(module) if world_size > 1 else None))
+        return shard_parameters(module, *args, **kwargs)
 
     def call(self: ThunderModule, *args: Any, **kwargs: Any) -> Any:
         module = jitted_module(self)
         if torch.is_grad_enabled() and states_in(module):
-            raise Call(module, args, kwargs)
+            raise Call(module, args, kwargs, next((one for one in sharded if one.module is module), None))
         return run(self, *args, **kwargs)
 
     watch = _Watch()
     try:
-        with mock.patch.object(ThunderModule, "__call__", call):
+        with (
+            mock.patch.object(ThunderModule, "__call__", call),
+            mock.patch("shardtrace.api.parse_options", parsed),
+            mock.patch("shardtrace.api.shard_parameters", before),
+        ):
             _run(path, arguments, watch, world_size=world_size, rank=0)
     except Call as found:
         return found

@@ -37,7 +37,7 @@ from passes.plan import (
 from passes.plan.bucket import Use, choose_pieces, group_uses
 from shardtrace.model.shards import Entry, PlanKey, was_replaced
 from shardtrace.options.options import Options
-from shardtrace.options.policies import Checks
+from shardtrace.options.policies import Checks, ExpertParallel
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
@@ -107,7 +107,7 @@ class ShardedState:
         self.entries = entries
         self.runtime = ModelRuntime(
             self.model_name, self.groups, self._check_in_place, _entry_of, self.options.checks,
-            self.options.comm.gradient_divide_factor,
+            self._divisor(), EXPERTS_HINT if isinstance(self.options.context, ExpertParallel) else ORDER_HINT,
         )  # fmt: skip
         self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
@@ -164,10 +164,17 @@ class ShardedState:
         number = self._replaced.get(parameter)
         return parameter if number is None else self.entries[number].shard
 
+    def _divisor(self) -> float | None:
+        """The user's divisor of the sum of what ranks contribute. Those that share experts have their mean already."""
+        factor, sharing = self.options.comm.gradient_divide_factor, self.groups.sharing
+        if factor is None or sharing is None or not isinstance(self.options.context, ExpertParallel):
+            return factor
+        return factor / sharing.size()
+
     def _plan(self, key: PlanKey) -> BucketPlan:
         strategy, _, precision, gather = key
         entries = [e for e in self.entries if e.plan_key == key]
-        home, factor = entries[0].home, self.options.comm.gradient_divide_factor
+        home, factor = entries[0].home, self._divisor()
         if factor is None and self.groups.sharing is not None:  # ranks of one batch add up what they contribute
             factor = self.group.size() / self.groups.sharing.size()
         common = self._common(strategy, entries)
@@ -623,6 +630,10 @@ def lay_out_flat(
 # Thunder iterates over named_parameters() in the order of a set of strings, whose hashes differ between processes.
 ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
 
+EXPERTS_HINT = (
+    "ranks of expert_parallel compute the tokens of all of them and need batches of one shape: pad them to one length, "
+    f"and let all of them train, or evaluate, at a time; else, {ORDER_HINT}"
+)
 Arrival = tuple[str, str]  # the collectives of a step, and the place of the rank before it
 
 
@@ -638,6 +649,7 @@ class ModelRuntime:
         checks: whether to compare every step, or only unusual ones (None: see :meth:`compare_step`).
         divisor: the number by which the sum of the ranks' gradients is divided; None: the ranks that have batches of
             their own.
+        hint: what to do if ranks differ in their collectives.
     """
 
     def __init__(
@@ -648,6 +660,7 @@ class ModelRuntime:
         entry_of: Callable[[torch.Tensor], Entry],
         checks: Checks,
         divisor: float | None = None,
+        hint: str = ORDER_HINT,
     ) -> None:
         self.groups = groups
         ranks = groups.everyone.size() / (groups.sharing.size() if groups.sharing is not None else 1)
@@ -662,7 +675,7 @@ class ModelRuntime:
         self.generation = 0  # incremented when the model's modules have changed
         self.progress = None if is_alone(groups.everyone) else Progress()
         self.compares = checks.steps is not False and self.progress is not None
-        self._what = f"the collectives of {model_name}"
+        self._what, self._hint = f"the collectives of {model_name}", hint
         self._check_unchanged, self._entry_of = check_unchanged, entry_of
         self._checks = checks
         self._agreed: set[tuple[str, ...]] = set()
@@ -773,7 +786,7 @@ class ModelRuntime:
         self.progress.begin(step, phase)
 
     def _compare(self, lines: list[str], **options: Any) -> None:
-        compare(self.groups.everyone, self._what, lines, timeout=self._checks.timeout, hint=ORDER_HINT, **options)
+        compare(self.groups.everyone, self._what, lines, timeout=self._checks.timeout, hint=self._hint, **options)
 
     def announce(self, error: str) -> None:
         announce(self.groups.everyone, self._what, error)

@@ -365,8 +365,9 @@ class CommPolicy:
             of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
             divides by about the root of the number of ranks before, and by the rest after. The same as FSDP2's
             ``set_force_sum_reduction_for_comms``. Changes nothing on gloo.
-        gradient_divide_factor: the number by which the sum of the ranks' gradients is divided. Default: the number of
-            ranks, for their mean. 1 leaves the sum, for a loss that is divided by the tokens of all ranks.
+        gradient_divide_factor: the number by which the sum of the batches' gradients is divided. Default: the number of
+            batches, for their mean: of ranks, if each has its own. 1 leaves the sum, for a loss that is divided by the
+            tokens of all batches.
         accumulation_dtype: the dtype in which :func:`shardtrace.no_sync` adds up gradients of lower precision. None:
             their own dtype.
 

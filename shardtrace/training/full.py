@@ -41,6 +41,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
 
     A collective: every rank of the model's group must call it. Parameters are gathered one at a time, and stay on the
     device of their shards. (With ``offload_policy`` that is host memory: one whole model for each rank that keeps it.)
+    All values are copies, also those of buffers: later steps do not change them.
 
     Args:
         model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.
@@ -54,7 +55,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
     whole: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
     for key, value in _whole_tensors(state, entries):
         if keep and id(state[key]) not in whole:
-            whole[id(state[key])] = value.cpu() if cpu else value.to(state[key].device)
+            moved = value.cpu() if cpu else value.to(state[key].device)
+            live = moved is value and id(state[key]) not in entries  # a buffer, or on a single rank
+            whole[id(state[key])] = moved.clone() if live else moved
     return OrderedDict((key, whole.get(id(value), value)) for key, value in state.items()) if keep else OrderedDict()
 
 

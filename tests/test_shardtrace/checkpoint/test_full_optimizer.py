@@ -57,6 +57,14 @@ def test_whole_state():
                 torch.testing.assert_close(new.state[p], optimizer.state[p], rtol=0, atol=0)
         assert_states_equal(shardtrace.full_optimizer_state_dict(model, new), full)
 
+    kept = copy.deepcopy(
+        full
+    )  # a snapshot: steps of the optimizer change nothing in it, nor do those of one that loads it
+    shardtrace.load_full_optimizer_state_dict(model, new, full)
+    for one in (optimizer, new):
+        step(thunder.jit(model), one, my_rows(tokens(ROWS)))
+        assert_states_equal(full, kept)
+
 
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_on_all_ranks():

@@ -454,23 +454,25 @@ class Layers(Sparse):
         return self.head(h)
 
 
+@pytest.mark.parametrize("factor", [None, 1, 2])
 @on_ranks(4)
-def test_losses_that_the_script_computes_of_its_own_batch():
-    """They are averaged over all ranks, as without experts. What the script has computed before gets the gradient of
-    this rank's loss."""
+def test_losses_that_the_script_computes_of_its_own_batch(factor):
+    """They are averaged over all ranks, as without experts, or divided by the user's factor. What the script has
+    computed before gets the gradient of this rank's loss."""
     torch.manual_seed(0)
     whole = Layers()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, expert_parallel="expert")
+    policy = CommPolicy(gradient_divide_factor=factor)
+    model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, expert_parallel="expert", comm_policy=policy)
     batches = [(torch.randn(2, 7, 8, requires_grad=True), batch(rank, 7, rows=2)[1]) for rank in range(4)]
     losses = [F.cross_entropy(whole(h).flatten(0, 1), labels.flatten()) for h, labels in batches]
-    torch.stack(losses).mean().backward()
+    (torch.stack(losses).sum() / (factor or 4)).backward()
     h, labels = batches[dist.get_rank()]
     own = h.detach().requires_grad_()
     loss = F.cross_entropy(model(own).flatten(0, 1), labels.flatten())
     loss.backward()
     torch.testing.assert_close(loss, losses[dist.get_rank()])
-    torch.testing.assert_close(own.grad, 4 * h.grad)
+    torch.testing.assert_close(own.grad, (factor or 4) * h.grad)
     compare_gradients(model, whole, 1e-5)
 
 

@@ -170,3 +170,14 @@ def test_errors_inside_full_params():
             torch.testing.assert_close(p.detach(), values, rtol=0, atol=0)
     with shardtrace.full_params(model):
         assert model.weight.shape == (6, 4)
+
+
+@on_ranks(2)
+def test_values_are_copies():
+    model = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    before = shardtrace.full_state_dict(model)
+    kept = {name: value.clone() for name, value in before.items()}
+    model(torch.randn(3, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.testing.assert_close(dict(before), kept, rtol=0, atol=0)
+    assert not torch.equal(shardtrace.full_state_dict(model)["1.running_mean"], kept["1.running_mean"])
