@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from shardtrace.inspector.step_data import Rows
 from shardtrace.model.state import link_of
 from shardtrace.options.policies import whole_sequences
 from shardtrace.record.arguments import is_absent
-from shardtrace.record.calls import tensors_in
+from shardtrace.record.calls import only_losses, tensors_in
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import is_library
@@ -287,8 +288,10 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
     arguments = parse_arguments(example_inputs)
     fsdp_options |= whole_sequences(fsdp_options)
     remarks = list(_rounding_options(fsdp_options))
-    expected = _step(copy.deepcopy(whole), arguments)
-    exact = _in_float64(_step, whole, arguments, remarks) or Step({})
+    policy = fsdp_options.get("compile_policy")
+    step = partial(_step, returned=only_losses) if policy is not None and policy.returns == "loss" else _step
+    expected = step(copy.deepcopy(whole), arguments)
+    exact = _in_float64(step, whole, arguments, remarks) or Step({})
     with one_rank():
         cmodel = thunder.jit(fsdp(copy.deepcopy(whole), **fsdp_options))
         found = _step(cmodel, arguments, into=expected.into)
@@ -340,10 +343,16 @@ class Step:
     into: tuple[int, ...] = ()
 
 
-def _step(model: Any, arguments: Arguments, *, into: Sequence[int] | None = None) -> Step:
+def _step(
+    model: Any,
+    arguments: Arguments,
+    *,
+    into: Sequence[int] | None = None,
+    returned: Callable[[Any], Any] = lambda result: result,
+) -> Step:
     args, kwargs = _copied(arguments)
     torch.manual_seed(SEED)
-    results = tensors_in(model(*args, **kwargs))
+    results = tensors_in(returned(model(*args, **kwargs)))
     if into is None:
         into = [i for i, t in enumerate(results) if t.requires_grad]
     if loss := [results[i] for i in into if results[i].dim() == 0][:1] or [results[i] for i in into]:

@@ -151,6 +151,18 @@ def test_command(tmp_path, capsys, wrong, script):
     assert ("DIFFERENT" in capsys.readouterr().out) == wrong
 
 
+class Losing(nn.Linear):
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits.square().mean(), logits
+
+
+def test_only_the_loss_is_compared_where_only_it_is_returned():
+    done = shardtrace.check(Losing(4, 4), X, compile_policy=shardtrace.CompilePolicy(returns="loss"))
+    assert done.ok
+    assert [row.name for row in done.rows if row.what == "result"] == ["0"]
+
+
 def fork(command, env, stdout, stderr):
     """A rank of the command line as a fork, which has imported Thunder already."""
     assert command[:3] == [sys.executable, "-m", "shardtrace"]
