@@ -81,13 +81,17 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     return to.writer.finished()
 
 
+class NoExpertsError(RuntimeError):
+    """Ranks are to share experts, and none can be computed in parts."""
+
+
 def _experts(computation: TraceCtx, context: Context, parameters: TracedParameters) -> dict[str, Split]:
     """How the parameters of grouped products are cut. Routing mixes tokens, so that every rank has all of them."""
     names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
     chunks = context.plan.pieces * context.plan.ranks
     found = Search(computation, dict.fromkeys(names), chunks, names, grouped=True).run()
     if context.experts and not found:
-        raise RuntimeError(
+        raise NoExpertsError(
             f"expert_parallel: no experts can be computed in {chunks} parts. They are found by grouped products "
             "(torch.nn.functional.grouped_mm, as in transformers 5), whose middle dimension must divide; experts in a "
             "loop stay whole: leave expert_parallel out"

@@ -91,7 +91,8 @@ ABOUT = {  # what each flag of an option takes
     "offload_policy": ("", "keep shards, gradients and optimizer state in host memory"),
     "memory": ("M", "of a rank, as in 80GB or 72GiB: blocks recompute what they must for a step to fit"),
 }
-PYTHON = (*ABOUT, *CLUSTER, "context", "tensor", "accumulation", "mesh_shape", "world_size")  # names in errors
+DEGREES = ("context", "experts", "tensor")
+PYTHON = (*ABOUT, *CLUSTER, *DEGREES, "accumulation", "mesh_shape", "world_size")  # names in errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -342,6 +343,8 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
     split = 'ranks over which each sequence is split, or "auto" (sequences are not split)'
     command.add_argument("--context", type=_count_or_name, metavar="N", help=split)
+    own = 'ranks that share experts, each with a batch of its own, or "auto" (experts are not shared)'
+    command.add_argument("--experts", type=_count_or_name, metavar="N", help=own)
     share = 'ranks that compute with parts of the parameters, or "auto" (each computes with whole ones)'
     command.add_argument("--tensor", type=_count_or_name, metavar="N", help=share)
     rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
@@ -441,9 +444,7 @@ def _sharded_by_script(script: Path, call: Call, ranks: int) -> tuple[nn.Module,
         )
     defaults = signature(fsdp).parameters
     kept = {name: found.options[name] for name in OF_SCRIPTS if found.options[name] != defaults[name].default}
-    if isinstance(context := kept.get("context_parallel"), ExpertParallel):
-        del kept["context_parallel"]
-        kept["expert_parallel"] = context.mesh_dim
+    _name_experts(kept)
     if isinstance(mesh := found.options["mesh"], DeviceMesh):
         kept["mesh"] = init_device_mesh(mesh.device_type, tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
     return whole, kept
@@ -458,7 +459,7 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
         world_size=options.world_size,
         device=options.device or DEVICE,
         **{name: getattr(options, name) for name in ("mesh_shape", "memory", "link", "node_link", "node_ranks")},
-        **{name: getattr(options, name) for name in ("optimizer", "accumulation", "context", "tensor")},
+        **{name: getattr(options, name) for name in ("optimizer", "accumulation", *DEGREES)},
         fixed=fixed | _given(options),
         allowed=dict(options.allow),
     )
@@ -490,7 +491,15 @@ def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tup
         "context_parallel": given.context,
         "tensor_parallel": given.tensor,
     }
+    _name_experts(kept)
     return whole_copy(call.model), _inputs(call), {name: value for name, value in kept.items() if value is not None}
+
+
+def _name_experts(options: dict[str, Any]) -> None:
+    """Gives what ``fsdp`` has made of an ``expert_parallel`` its name again."""
+    if isinstance(context := options.get("context_parallel"), ExpertParallel):
+        del options["context_parallel"]
+        options["expert_parallel"] = context.mesh_dim
 
 
 def _inputs(call: Call) -> Any:

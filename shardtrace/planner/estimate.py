@@ -341,14 +341,19 @@ STRATEGIES = {  # of each family: what is kept gathered, and what is gathered ag
     "secondary": ("zero3_secondary", "zero3_secondary"),  # what backward gathers again is in the node: nothing is kept
     "ddp": ("ddp", "ddp"),
 }
+DEGREES = {  # the options of fsdp by what is split over ranks
+    "context": "context_parallel",
+    "experts": "expert_parallel",
+    "tensor": "tensor_parallel",
+}
 OVER_MACHINES = ("hybrid", "secondary")  # which save only communication between machines
 
 
 class Task(NamedTuple):
     """What is to be planned: a model, a rank's inputs, the ranks, options of ``fsdp`` that are ``fixed``, the wires
-    that are ``allowed``, and the numbers of ranks over which each sequence is split, and parameters with which ranks
-    compute. ``records`` has the forwards that were recorded, by whether sequences and parameters are split: it is
-    filled."""
+    that are ``allowed``, and the numbers of ranks over which each sequence is split, the experts of these ranks' own
+    batches, and parameters with which ranks compute. ``records`` has the forwards that were recorded, by what is split:
+    it is filled."""
 
     model: nn.Module
     inputs: Any
@@ -357,15 +362,26 @@ class Task(NamedTuple):
     setting: Setting
     fixed: Mapping[str, Any]
     jit_options: Mapping[str, Any]
-    records: dict[tuple[bool, bool], Recorded]
+    records: dict[tuple[bool, int, bool], Recorded]
     allowed: Allowed = NO_WIRES
     context: int = 1
+    experts: int = 1
     tensor: int = 1
 
     @property
     def sharing(self) -> int:
         """How many ranks share a batch."""
         return self.context * self.tensor
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The numbers of ranks over which anything is split, as :func:`shardtrace.plan` names them."""
+        return {name: ranks for name in DEGREES if (ranks := getattr(self, name)) > 1}
+
+    @property
+    def together(self) -> int:
+        """How many ranks compute together."""
+        return self.sharing * self.experts
 
     def strategies(self) -> dict[str, Any]:
         """The families to try, with the strategy that each is compiled with."""
@@ -378,13 +394,13 @@ class Task(NamedTuple):
             strategy = parse_sharding_strategy(pinned).value
             return {next((kind for kind, own in STRATEGIES.items() if strategy in own), "given"): strategy}
         found = {"zero": "zero3"}
-        if self.sharing == 1 and min(self.mesh() or (1, 1)) > 1:  # otherwise it is ddp or zero
+        if self.together == 1 and min(self.mesh() or (1, 1)) > 1:  # otherwise it is ddp or zero
             found |= {kind: STRATEGIES[kind][1] for kind in OVER_MACHINES}
         return found if self.fixed.get("gather_dtype") is not None else found | {"ddp": "ddp"}  # which gathers nothing
 
     def _check_mesh(self, strategy: ShardingStrategy) -> None:
-        if strategy.needs_mesh and self.sharing > 1:
-            ranks = f"tensor={self.tensor}" if self.tensor > 1 else f"context={self.context}"
+        if strategy.needs_mesh and self.together > 1:
+            ranks = " and ".join(f"{name}={ranks}" for name, ranks in self.degrees.items())
             raise ValueError(
                 f'sharding_strategy="{strategy.value}" cannot be combined with {ranks}, which shards '
                 'parameters over all ranks: choose "zero3", "zero2" or "ddp"'
@@ -404,10 +420,10 @@ class Task(NamedTuple):
         return (self.world_size // inside, inside) if several else None
 
     def mesh_of(self, strategy: Any) -> tuple[int, ...] | None:
-        """The mesh of a strategy: (replicas, shards), or (data, context, tensor) without the last ones that are 1; None
-        if it needs none."""
-        if self.sharing > 1:
-            return self.world_size // self.sharing, *(ranks for ranks in (self.context, self.tensor) if ranks > 1)
+        """The mesh of a strategy: (replicas, shards), or (data, context or expert, tensor) without the last ones that
+        are 1; None if it needs none."""
+        if self.together > 1:
+            return self.world_size // self.together, *self.degrees.values()
         return self.mesh() if any(rule.needs_mesh for _, rule in parse_rules(strategy)) else None
 
     @property
@@ -430,11 +446,8 @@ class Task(NamedTuple):
 
     def options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Options of ``fsdp``: those ``chosen``, the fixed ones, and the buckets that all plans have."""
-        split = {
-            f"{name}_parallel": self.fixed.get(f"{name}_parallel", name)
-            for name, ranks in (("context", self.context), ("tensor", self.tensor))
-            if ranks > 1
-        }
+        options = [DEGREES[name] for name in self.degrees]
+        split = {option: self.fixed.get(option, option.removesuffix("_parallel")) for option in options}
         return {"bucketing_strategy": "block", **self.fixed, **split, **chosen}
 
     def compile(self, **chosen: Any) -> Compiled:
@@ -444,7 +457,7 @@ class Task(NamedTuple):
             return compiled(self.compile_function(chosen))
         marks = chosen.pop("activation_checkpointing", None)
         with self._sharded(chosen) as (model, arguments):
-            key = self.context > 1, self.tensor > 1
+            key = self._recorded
             if (recorded := self.records.get(key)) is None:
                 recorded = self.records[key] = record(model, arguments, self.jit_options)
             [state] = states_in(model)
@@ -458,8 +471,13 @@ class Task(NamedTuple):
     def useful_flops(self) -> tuple[float, float]:
         """A rank's share of the FLOPs of a forward and a backward that recompute nothing: a backward has twice the
         products of its forward. With half of the scores of causal attention, and with all of them."""
-        half, all_scores = next(iter(self.records.values())).flops
-        return 3 * half / self.sharing, 3 * all_scores / self.sharing
+        half, all_scores = self.records.get(self._recorded, next(iter(self.records.values()))).flops
+        return 3 * half / self.together, 3 * all_scores / self.together
+
+    @property
+    def _recorded(self) -> tuple[bool, int, bool]:
+        """Which of the ``records`` it is: of ranks that share experts, the batches of all are recorded."""
+        return self.context > 1, self.experts, self.tensor > 1
 
     def compile_function(self, chosen: Mapping[str, Any]) -> Any:
         """The jitted model, recorded and compiled to the end."""

@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 from passes.plan import CostModel
 from passes.plan.cost import hardware
+from passes.split_sequence import NoExpertsError
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import states_in
-from shardtrace.options.policies import NO_WIRES, flat, needs, parallel_dims, parse_allowed, parse_bytes, parse_count
+from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_bytes, parse_count
 from shardtrace.options.strategy import WAYS
 from shardtrace.planner.calibrate import Rates, rates_of
 from shardtrace.planner.compose import ComposedStep
-from shardtrace.planner.estimate import Estimate, Setting, Task, estimate, optimizer_cost
+from shardtrace.planner.estimate import DEGREES, Estimate, Setting, Task, estimate, optimizer_cost
 from shardtrace.planner.search import EXACT, NOT_WORTH_IT, Point, Search, fastest
 from shardtrace.planner.training_plan import (
     NoPlanFitsError,
@@ -68,21 +69,23 @@ class Degree(NamedTuple):
 
     def __str__(self) -> str:
         task = self.search.task
-        said = " and ".join(f"{name} {task.context if name == 'context' else task.tensor}" for name in self.names)
+        said = " and ".join(f"{name} {getattr(task, name)}" for name in self.names)
         if self.best is None:
             return f"{said} does not fit: the least is {size(self.search.front[0].estimate.peak)}."
-        found, whole = self.best.estimate, "batch" if "tensor" in self.names else "sequence"
+        found, whole = self.best.estimate, "sequence" if self.names == ("context",) else "batch"
         return f"{said} takes {self.cost:.4g} s a rank for each {whole}, and {size(found.peak)}."
 
 
-def explore_degrees(task: Task, context: Ranks, tensor: Ranks, budget: float) -> list[Degree]:
+def explore_degrees(task: Task, given: Mapping[str, Ranks], budget: float) -> list[Degree]:
     """Searches the steps of the given degrees, or of 1, 2, 4, ... as long as one may be faster: the last left something
     that more ranks could save, and took less time than the one before it. The fastest comes first, or if none fits the
     one that needs the least. Call it as a fake rank."""
-    asked = {name: ranks for name, ranks in (("context", context), ("tensor", tensor)) if ranks is not None}
-    for name in ("context", "tensor"):
-        if name not in asked and task.fixed.get(f"{name}_parallel") is not None:
-            raise ValueError(f'{name}_parallel is fixed: say over how many ranks, with {name}=8 or {name}="auto"')
+    asked = {name: ranks for name, ranks in given.items() if ranks is not None}
+    for name, option in DEGREES.items():
+        if name not in asked and task.fixed.get(option) is not None:
+            raise ValueError(f'{option} is fixed: say over how many ranks, with {name}=8 or {name}="auto"')
+    if {"context", "experts"} <= asked.keys():
+        raise ValueError("context and experts both say which ranks have all tokens: choose one")
     if asked and task.mesh_shape is not None:
         raise ValueError(
             f"mesh_shape is for hybrid strategies, and {' and '.join(asked)} makes the mesh: pass one of them"
@@ -98,8 +101,13 @@ def _explored(task: Task, left: Mapping[str, Ranks], names: tuple[str, ...], bud
     found, before = list[Degree](), float("inf")
     (name, asked), *others = left.items()
     for ranks in degrees(task, name, asked):
-        chosen = task._replace(context=ranks) if name == "context" else task._replace(tensor=ranks)
-        some = _explored(chosen, dict(others), names, budget)
+        degree: dict[str, Any] = {name: ranks}
+        try:
+            some = _explored(task._replace(**degree), dict(others), names, budget)
+        except NoExpertsError:
+            if asked != "auto":
+                raise
+            break
         found += some
         best = min(some, key=lambda d: d.cost)
         if best.leaves_nothing(name) or (best.best is not None and best.cost > (1 - NOT_WORTH_IT) * before):
@@ -109,12 +117,12 @@ def _explored(task: Task, left: Mapping[str, Ranks], names: tuple[str, ...], bud
 
 
 def degrees(task: Task, name: str, asked: Ranks) -> Iterator[int]:
-    """The degrees of "context" or "tensor" to try. Parameters are split inside a machine.
+    """The degrees of "context", "experts" or "tensor" to try. Parameters are split inside a machine.
 
     Raises:
         ValueError: if there is no such degree for these ranks and inputs.
     """
-    world, positions = task.world_size // task.sharing, task.positions
+    world, positions = task.world_size // task.together, task.positions
     if asked != "auto":
         ranks = parse_count(name, asked, 'a number of ranks, 1 or more, or "auto"', least=1)
         if world % ranks:
@@ -147,6 +155,7 @@ def plan(
     optimizer: Callable[..., torch.optim.Optimizer] | str = "AdamW",
     accumulation: int = 1,
     context: Ranks = None,
+    experts: Ranks = None,
     tensor: Ranks = None,
     fixed: Mapping[str, Any] | None = None,
     allowed: Mapping[str, str | Sequence[str]] | None = None,
@@ -182,6 +191,8 @@ def plan(
         context: over how many ranks each sequence is split (``context_parallel`` of ``fsdp``), or "auto" for the number
             with the most tokens/s. ``example_inputs`` are then the whole sequences that these ranks share. Parameters
             are sharded over all ranks, and no hybrid strategy is tried. Default: sequences are not split.
+        experts: how many ranks share the experts of a mixture (``expert_parallel`` of ``fsdp``), or "auto" for the
+            number, at most that of a machine's ranks, with the most tokens/s. Each has a batch of its own.
         tensor: how many ranks compute with parts of the parameters (``tensor_parallel`` of ``fsdp``), or "auto" for the
             number, at most that of a machine's ranks, with the most tokens/s. ``example_inputs`` are then the batch
             that these ranks share. Default: each rank computes with whole parameters.
@@ -197,7 +208,7 @@ def plan(
         ValueError: for a device, link, memory or mesh that does not exist, options that contradict each other or may
             not be ``allowed``, or a model without trainable parameters.
         TypeError: for a model that is sharded or jitted already, or an unknown option.
-        RuntimeError: if this process is in a process group already.
+        RuntimeError: if this process is in a process group already, or no experts can be computed in parts.
         ImportError: if scipy is not installed.
     """
     needs("scipy", extra="plan", what="shardtrace.plan")
@@ -220,7 +231,8 @@ def plan(
     setting = Setting(rates.cost, found, optimizer_cost(optimizer, found.name), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), {}, wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
-        chosen, *others = explore_degrees(task, context, tensor, budget)
+        given = {"context": context, "experts": experts, "tensor": tensor}
+        chosen, *others = explore_degrees(task, given, budget)
         search = chosen.search
         result = replace(_write(search, chosen.best or search.front[0], rates, others), budget_given=_decimal(memory))
     task.records.clear()
@@ -254,10 +266,6 @@ def _check(model: Any, fixed: Any) -> None:
         raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
     if fixed is not None and not isinstance(fixed, Mapping):
         raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
-    if "expert_parallel" in parallel_dims(fixed or {}):
-        raise ValueError(
-            "expert_parallel is not planned: plan without it, and pass it to fsdp beside plan.options, with its mesh"
-        )
 
 
 def _decimal(memory: str | float | None) -> str:

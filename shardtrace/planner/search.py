@@ -628,7 +628,7 @@ class Search:
         Only for few blocks, which are then compiled one by one, and whole sequences. With many blocks, smaller buckets
         save little."""
         task, few = self.task, len(repeated_blocks(self.task.model)) <= FEW
-        if "bucketing_strategy" in task.fixed or family.kind not in STRATEGIES or not few or task.sharing > 1:
+        if "bucketing_strategy" in task.fixed or family.kind not in STRATEGIES or not few or task.together > 1:
             return
         several = [b for b in family.issues if len({m.parameter.layer for m in bucket_of(b).members}) > 1]
         longest = max((link_seconds(b) - latency_seconds(b) for b in several), default=0.0)

@@ -330,7 +330,7 @@ class TrainingPlan:
     Args:
         model: the class of the model; ``fingerprint`` identifies its parameters.
         world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen, (data, context) if
-            sequences are split, (data, tensor) if parameters are, or (data, context, tensor).
+            sequences are split, (data, expert) if experts are, (data, tensor) if parameters are, or with both.
         budget: the memory that a step may need; ``budget_given``: as the user wrote it, if that was not in GiB.
         device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
             "calibrated", "partly calibrated" (links are modelled) or "given".

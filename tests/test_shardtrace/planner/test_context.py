@@ -11,6 +11,7 @@ from shardtrace.testing import fake_ranks
 
 import pytest
 import thunder
+from contexts import Sparse, batch
 from toy_gpt import RANKS, gpt, tokens
 
 FIXED = {"prefetch": 1, "bucketing_strategy": "block", "sharding_strategy": "zero3"}
@@ -36,6 +37,27 @@ def test_fsdp_takes_a_plan_that_splits(split, tmp_path, by):
         cmodel = thunder.jit(shardtrace.fsdp(gpt(2), plan=tmp_path / "plan.json"))
         cmodel(tokens(), tokens()).backward()
         assert shardtrace.memory(cmodel, persistent=split.memory["optimizer"]).peak == split.peak
+
+
+def test_fsdp_takes_a_plan_that_shares_experts(tmp_path):
+    """Each rank has the inputs for itself."""
+    inputs = batch(0, 7, rows=2)
+    found = shardtrace.plan(Sparse(), inputs, memory="1GB", experts=2, **CLUSTER)
+    assert (found.mesh_shape, found.choices["expert_parallel"]) == ((RANKS // 2, 2), "expert")
+    assert found.tokens == inputs[0].numel()
+    found.to_json(tmp_path / "plan.json")
+    with fake_ranks(RANKS):
+        cmodel = thunder.jit(shardtrace.fsdp(Sparse(), plan=tmp_path / "plan.json"))
+        cmodel(*inputs).backward()
+        assert shardtrace.memory(cmodel, persistent=found.memory["optimizer"]).peak == found.peak
+
+
+def test_a_model_without_experts_shares_none():
+    inside = {"device": "h100-sxm", "link": None, "node_ranks": 2}
+    found = shardtrace.plan(gpt(), (tokens(), tokens()), memory="10GB", experts="auto", **CLUSTER | inside)
+    assert "expert_parallel" not in found.choices
+    with pytest.raises(RuntimeError, match="expert_parallel: no experts can be computed in 2 parts"):
+        shardtrace.plan(gpt(), (tokens(), tokens()), memory="1GB", experts=2, **CLUSTER)
 
 
 def test_inputs_are_whole_for_a_model_that_takes_parts(task):
@@ -75,6 +97,7 @@ def test_degrees(task):
     inside = task.setting._replace(cost=replace(task.setting.cost, node_ranks=6))
     assert list(degrees(task._replace(setting=inside), "tensor", "auto")) == [1, 2, 4]
     assert list(degrees(task._replace(setting=inside, context=12), "tensor", "auto")) == [1, 2]
+    assert list(degrees(task._replace(setting=inside, tensor=6), "experts", "auto")) == [1, 2, 4]
     part = ContextParallel("c", sequence_dim=0)
     assert list(degrees(task._replace(fixed={"context_parallel": part}), "context", "auto")) == [1, 2]  # 4 of them
 
@@ -90,7 +113,8 @@ def test_degrees(task):
         ({"context": "all"}, "context must be a number of ranks"),
         ({"context": 2, "mesh_shape": (2, 2)}, "mesh_shape is for hybrid strategies"),
         ({"fixed": {"context_parallel": "c"}}, "context_parallel is fixed: say over how many ranks"),
-        ({"fixed": {"expert_parallel": "e"}}, "expert_parallel is not planned: plan without it"),
+        ({"fixed": {"expert_parallel": "e"}}, "expert_parallel is fixed: say over how many ranks, with experts=8"),
+        ({"context": 2, "experts": 2}, "context and experts both say which ranks have all tokens"),
         (
             {"context": 2, "fixed": {"sharding_strategy": "hybrid_zero3"}},
             'sharding_strategy="hybrid_zero3" cannot be combined with context=2',
