@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from passes.analysis.calls import block_of
 from passes.analysis.recognise import (
     changes_values,
     is_backward,
@@ -40,13 +39,12 @@ from passes.analysis.recognise import (
     is_return,
     is_sequence_issue,
     is_sequence_wait,
-    is_trip,
     is_unpack,
     names,
     part_at,
 )
 from passes.analysis.seconds import compute_seconds, sequence_seconds
-from passes.kernels.torch_call import call_of
+from passes.kernels.aten import operator_of
 from passes.plan import CostModel
 
 from thunder.core.symbol import BoundSymbol
@@ -184,6 +182,8 @@ class _Walk:
 
 
 def _moves(bsym: BoundSymbol) -> bool:
-    """Whether a line may come later than it is written."""
-    own = is_foreign(bsym.sym) or call_of(bsym.sym) is not None or block_of(bsym) is not None
-    return not (own or is_unpack(bsym) or is_trip(bsym) or changes_values(bsym) or is_random(bsym))
+    """Whether a line may come later: an operator of ATen, or a function of torch or Thunder, that makes a value."""
+    sym = bsym.sym
+    known = operator_of(sym) is not None or sym.executor is None or sym.executor.name == "torch"
+    makes = bool(bsym.flat_proxy_outs) and not is_unpack(bsym)
+    return known and makes and not (is_foreign(sym) or changes_values(bsym) or is_random(bsym))
