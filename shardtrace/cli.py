@@ -416,9 +416,10 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
     torch.manual_seed(0)  # ranks make the same model and inputs
     if (script := script_of(options.target)) is None:
         return check(*model_and_inputs(options.target, make(options.target)), **given)
-    call = first_call(script, arguments, world_size=options.world_size)
+    ranks = options.world_size
+    call = first_call(script, arguments, world_size=ranks, copies=ranks > 1)
     with one_rank():
-        model, kept = _sharded_by_script(script, call, options.world_size)
+        model, kept = _sharded_by_script(script, call, ranks)
         done = check(model, _inputs(call), **kept | given)
     told = ", ".join(f"{name}={value!r}" for name, value in kept.items() if name not in given)
     return replace(

@@ -342,8 +342,8 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
 
 
 class Sharded(NamedTuple):
-    """What a script has passed to ``fsdp``: a module, of which ``whole`` is a copy unless the script runs as the only
-    rank, and the options, as :func:`shardtrace.fsdp` names them."""
+    """What a script has passed to ``fsdp``: a module, of which ``whole`` may be a copy, and the options, as
+    :func:`shardtrace.fsdp` names them."""
 
     module: nn.Module
     options: Mapping[str, Any]
@@ -363,9 +363,9 @@ class Call(BaseException):
         self.model, self.arguments, self.keywords, self.sharded = model, arguments, keywords, sharded
 
 
-def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call:
+def first_call(path: Path, arguments: Sequence[str], *, world_size: int, copies: bool = False) -> Call:
     """The first call of a sharded model in a script, with gradients enabled. The script runs as in :func:`run_script`
-    and ends at this call, which is neither compiled nor run.
+    and ends at this call, which is neither compiled nor run. ``copies``: of models, before ``fsdp`` shards them.
 
     Raises:
         NothingCompiledError: if there is none. A function that ``thunder.jit`` compiles is no model.
@@ -380,7 +380,7 @@ def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call
         return parse_options(arguments, spelling)
 
     def before(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sharded.append(Sharded(module, options[-1], copy.deepcopy(module) if world_size > 1 else None))
+        sharded.append(Sharded(module, options[-1], copy.deepcopy(module) if copies else None))
         return shard_parameters(module, *args, **kwargs)
 
     def call(self: ThunderModule, *args: Any, **kwargs: Any) -> Any:
