@@ -101,7 +101,8 @@ def _apart(lines: list[BoundSymbol]) -> list[BoundSymbol]:
         if not is_unpack(bsym):
             while ready:
                 add(ready.pop(0))
-        for name in [name for name in waits if name in _read(bsym)]:
+        read = _read(bsym)
+        for name in [name for name in waits if name in read]:
             finish(name)
         add(bsym)
     return placed
@@ -128,7 +129,8 @@ class _Walk:
         for bsym in lines:
             if is_return(bsym) or changes_values(bsym):
                 self._emit_later(len(self.later))
-            while not self.made_later.isdisjoint(_read(bsym)):
+            read = _read(bsym) if self.later else set[str]()
+            while not self.made_later.isdisjoint(read):
                 self._emit_later(1)
             if is_sequence_wait(bsym):
                 self._wait(self.arrives[bsym.args[0].name])
