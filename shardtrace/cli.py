@@ -48,6 +48,7 @@ from shardtrace.options.policies import POLICIES, ExpertParallel, grouped, needs
 from shardtrace.planner import calibrate
 from shardtrace.planner.calibrate import rates_of
 from shardtrace.planner.contract import MemoryBudgetError
+from shardtrace.planner.estimate import DEGREES
 from shardtrace.planner.planning import plan
 from shardtrace.planner.training_plan import NoPlanFitsError, PlanError, TrainingPlan
 
@@ -91,7 +92,6 @@ ABOUT = {  # what each flag of an option takes
     "offload_policy": ("", "keep shards, gradients and optimizer state in host memory"),
     "memory": ("M", "of a rank, as in 80GB or 72GiB: blocks recompute what they must for a step to fit"),
 }
-DEGREES = ("context", "experts", "tensor")
 PYTHON = (*ABOUT, *CLUSTER, *DEGREES, "accumulation", "mesh_shape", "world_size")  # names in errors
 
 
@@ -428,7 +428,7 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
 
 
 def _sharded_by_script(script: Path, call: Call, ranks: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that a script calls, as it was before ``fsdp``, and the script's options of it."""
+    """The model that a script calls, as it was before ``fsdp``, and the options that the script passes to it."""
     found = call.sharded
     if found is None and ranks == 1:
         return whole_copy(call.model, values=True), {}

@@ -342,8 +342,8 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
 
 
 class Sharded(NamedTuple):
-    """What a script has passed to ``fsdp``: a module, of which ``whole`` may be a copy, and the options, as
-    :func:`shardtrace.fsdp` names them."""
+    """A script's call of ``fsdp``: the module, the options by their names in :func:`shardtrace.fsdp`, and ``whole``, a
+    copy of the module from before the call, if one was asked for."""
 
     module: nn.Module
     options: Mapping[str, Any]
