@@ -43,7 +43,7 @@ from passes.analysis.recognise import (
     names,
     part_at,
 )
-from passes.analysis.seconds import compute_seconds, sequence_seconds
+from passes.analysis.seconds import Clock, Flight, compute_seconds, sequence_seconds
 from passes.kernels.aten import operator_of
 from passes.plan import CostModel
 
@@ -113,12 +113,11 @@ def _read(bsym: BoundSymbol) -> set[str]:
 
 
 class _Walk:
-    """One walk over the lines, with the time of compute and that at which the link is free, in seconds."""
+    """One walk over the lines, with the time of compute and that at which links are free."""
 
     def __init__(self, cost: CostModel) -> None:
-        self.cost = cost
-        self.now = self.link_is_free = 0.0
-        self.arrives: dict[str, float] = {}  # by future
+        self.clock = Clock(cost)
+        self.flights: dict[str, Flight] = {}  # by future
         self.lines: list[BoundSymbol] = []
         self.start = 0  # lines from here on may still be moved
         self.later: deque[BoundSymbol] = deque()  # lines that have been moved, and come after a collective's issue
@@ -133,17 +132,18 @@ class _Walk:
             while not self.made_later.isdisjoint(read):
                 self._emit_later(1)
             if is_sequence_wait(bsym):
-                self._wait(self.arrives[bsym.args[0].name])
-            self._emit(bsym)
+                self._wait(self.flights[bsym.args[0].name])
             if is_sequence_issue(bsym):
                 self._issue(bsym)
+            else:
+                self._emit(bsym)
             if changes_values(bsym) or is_sequence_wait(bsym):
                 self.start = len(self.lines)
         return self.lines
 
     def _emit(self, bsym: BoundSymbol) -> None:
         self.lines.append(bsym)
-        self.now += compute_seconds(self.cost, bsym)
+        self.clock.compute(compute_seconds(self.clock.cost, bsym))
 
     def _emit_later(self, count: int) -> None:
         for _ in range(count):
@@ -154,32 +154,33 @@ class _Walk:
             self.start = len(self.lines)  # it moves once
 
     def _issue(self, issue: BoundSymbol) -> None:
-        seconds = sequence_seconds(self.cost, issue)
-        self._move(issue, 2 * seconds)
-        self.arrives[issue.output.name] = self.link_is_free = max(self.now, self.link_is_free) + seconds
+        self._move(issue, 2 * sequence_seconds(self.clock.cost, issue))
+        self.lines.append(issue)
+        self.flights[issue.output.name] = self.clock.issue(issue)
         self.start = len(self.lines)
 
-    def _wait(self, arrives: float) -> None:
-        while self.later and self.now < arrives:
+    def _wait(self, flight: Flight) -> None:
+        while self.later and self.clock.now < flight.done:
             self._emit_later(1)
         self._emit_later(max(self.left, 0))
         self.left = len(self.later)
-        self.now = max(self.now, arrives)
+        self.clock.wait(flight)
 
     def _move(self, issue: BoundSymbol, seconds: float) -> None:
         """Moves lines that a collective's operand does not need, for so many seconds, to ``later``."""
         kept, moved, needed = [], [], _read(issue)
-        for bsym in reversed(self.lines[self.start : -1]):
+        for bsym in reversed(self.lines[self.start :]):
             made = {o.name for o in bsym.flat_proxy_outs}
             if seconds > 0 and needed.isdisjoint(made) and _moves(bsym):
                 moved.append(bsym)
-                took = compute_seconds(self.cost, bsym)
-                seconds, self.now = seconds - took, self.now - took
+                took = compute_seconds(self.clock.cost, bsym)
+                seconds -= took
+                self.clock.compute(-took)
                 self.made_later |= made
             else:
                 kept.append(bsym)
                 needed |= _read(bsym)
-        self.lines[self.start :] = [*reversed(kept), issue]
+        self.lines[self.start :] = reversed(kept)
         self.later.extend(reversed(moved))
 
 

@@ -50,7 +50,7 @@ from passes.analysis.recognise import (
 )
 from passes.analysis.seconds import Clock, Flight, Pending, Window, compute_seconds, link_seconds, wire_seconds
 from passes.comm import symbols
-from passes.plan import Bucket, BucketPlan, inflight_limits
+from passes.plan import Bucket, BucketPlan, CostModel, inflight_limits
 
 from thunder.core.codeutils import ContextObject
 from thunder.core.symbol import BoundSymbol
@@ -94,6 +94,7 @@ class _Compute(NamedTuple):
 class _Facts:
     """Properties of a trace, computed before the walk. Futures and values are identified by name."""
 
+    cost: CostModel
     compute: list[_Compute]
     issue_of: dict[str, BoundSymbol]  # by future: the line that issues the collective or the copy
     wait_for: dict[str, BoundSymbol]  # by future: the line that waits for it
@@ -111,6 +112,7 @@ def _facts(lines: list[BoundSymbol]) -> _Facts:
     gathers = {b.output.name: b for b in issues if is_gather(b)}
     uses = _first_uses(compute, gathers, source_of)
     return _Facts(
+        cost=cost,
         compute=compute,
         issue_of={b.output.name: b for b in lines if issues_future(b)},
         wait_for={b.args[0].name: b for b in lines if waits_for_future(b)},
@@ -176,7 +178,7 @@ class _Walk:
     def __init__(self, facts: _Facts, *, late: bool) -> None:
         self.facts = facts
         self.late = late
-        self.clock = Clock()
+        self.clock = Clock(facts.cost)
         self.window = Window(facts.limits)
         self.pending = Pending(b for b in facts.issue_of.values() if not is_gather(b))
         self.gathers = deque(facts.gathers)  # futures that are not issued yet
@@ -300,7 +302,7 @@ class _Walk:
             return
         flight = self._land_gather(future) if is_gather(wait) else self._land_reduce(future)
         idle = self.clock.wait(flight)
-        self.clock.compute(wire_seconds(bucket_of(wait).plan.cost, wait))
+        self.clock.compute(wire_seconds(self.clock.cost, wait))
         self.window.leave(wait)
         self._emit(wait, f"waited for here: {why}" + (f"; compute is idle for {idle * 1e3:.3g} ms" if idle else ""))
 

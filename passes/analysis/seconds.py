@@ -14,12 +14,14 @@ from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
 from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import (
     ISSUED,
+    away_at,
     bucket_of,
     is_gather,
     is_issue,
     is_offload,
     is_sequence_issue,
     is_sequence_wait,
+    is_trip,
     is_wait,
     part_at,
 )
@@ -36,21 +38,22 @@ class Flight(NamedTuple):
 
 
 class Clock:
-    """The time of compute, ``now``, and the time at which each group's link is free, in seconds."""
+    """The time of compute, ``now``, and when the link of each group and the bus to the host are free, in seconds."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._link_is_free: dict[object, float] = {}  # by group
+    def __init__(self, cost: CostModel, now: float = 0.0) -> None:
+        self.cost, self.now = cost, now
+        self._is_free: dict[object, float] = {}  # by link
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
 
     def issue(self, bsym: BoundSymbol) -> Flight:
-        plan = bucket_of(bsym).plan
-        group = plan.group
-        self.now += wire_seconds(plan.cost, bsym)
-        start = max(self.now, self._link_is_free.get(group, 0.0))
-        self._link_is_free[group] = done = start + link_seconds(bsym)
+        """Lets a bucket, a value, or a copy travel. A bucket's message leaves as soon as it is packed for its wire."""
+        seconds, link = compute_seconds(self.cost, bsym), link_of(bsym)
+        leaves = self.now + (wire_seconds(self.cost, bsym) if is_issue(bsym) else seconds)
+        start = max(leaves, self._is_free.get(link, 0.0))
+        self._is_free[link] = done = start + seconds_on_link(self.cost, bsym)
+        self.now += seconds
         return Flight(start, done)
 
     def wait(self, flight: Flight) -> float:
@@ -160,23 +163,22 @@ def block_seconds(cost: CostModel, part: BlockFunction) -> BlockSeconds:
 
 
 def _in_order(cost: CostModel, lines: Iterable[BoundSymbol]) -> BlockSeconds:
-    now = is_free = 0.0
+    clock = Clock(cost)
     sent: list[Sent] = []
     places: dict[str, int] = {}  # in ``sent``, by future
     for bsym in lines:
-        if is_sequence_wait(bsym):
-            place = places[bsym.args[0].name]
-            idle = max(0.0, sent[place].stop - now)
-            sent[place], now = sent[place]._replace(exposed=idle), now + idle
-        if (called := block_function(bsym)) is not None:
-            inner = block_seconds(cost, called).sent
-            sent += [s._replace(start=now + s.start, stop=now + s.stop) for s in inner]
-        now += compute_seconds(cost, bsym)
         if is_sequence_issue(bsym):
-            start, places[bsym.output.name] = max(now, is_free), len(sent)
-            is_free = start + sequence_seconds(cost, bsym)
-            sent.append(Sent(bsym, start, is_free, 0.0))
-    return BlockSeconds(now, sent)
+            places[bsym.output.name] = len(sent)
+            sent.append(Sent(bsym, *clock.issue(bsym), 0.0))
+            continue
+        if is_sequence_wait(bsym):
+            at = places[bsym.args[0].name]
+            sent[at] = sent[at]._replace(exposed=clock.wait(Flight(sent[at].start, sent[at].stop)))
+        elif (called := block_function(bsym)) is not None:
+            inner = block_seconds(cost, called).sent
+            sent += [s._replace(start=clock.now + s.start, stop=clock.now + s.stop) for s in inner]
+        clock.compute(compute_seconds(cost, bsym))
+    return BlockSeconds(clock.now, sent)
 
 
 def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
@@ -191,6 +193,24 @@ def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     late = bucket.work.late
     sent = cost.collective_seconds(**_message(bucket) | {"nbytes": late}) if late else 0.0
     return cost.kernel_seconds(bucket.work.finish) + sent
+
+
+def link_of(issue: BoundSymbol) -> object:
+    """The link of a collective or a copy: the process group, or the bus to the host."""
+    if is_trip(issue):
+        return away_at(issue).host
+    if is_sequence_issue(issue):
+        context = part_at(issue).plan
+        return context.runtime.group(context.axis)
+    plan = bucket_of(issue).plan
+    return plan.host if is_offload(issue) else plan.group
+
+
+def seconds_on_link(cost: CostModel, issue: BoundSymbol) -> float:
+    """A collective or a copy, from its issue to its arrival on an otherwise idle link."""
+    if is_trip(issue):
+        return cost.copy_seconds(away_at(issue).nbytes)
+    return sequence_seconds(cost, issue) if is_sequence_issue(issue) else link_seconds(issue)
 
 
 def link_seconds(issue: BoundSymbol) -> float:

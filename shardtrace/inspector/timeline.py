@@ -28,7 +28,7 @@ from passes.analysis.recognise import (
     is_trip,
     part_at,
 )
-from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
+from passes.analysis.seconds import Clock, Flight, block_seconds, compute_seconds, link_of
 from passes.compat.jit import symbol_that_calls
 from passes.plan import CostModel, HostMemory
 
@@ -108,26 +108,20 @@ def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]], cos
 
 
 def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> Timeline:
-    now, starts, spans = begin, list[float](), list[Span]()
-    is_free: dict[object, float] = {}
+    clock, starts, spans = Clock(cost, begin), list[float](), list[Span]()
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
-        starts.append(now)
+        starts.append(clock.now)
         if bsym.sym.id in ISSUED:
-            link = _link(bsym)
-            before = compute_seconds(cost, bsym) if is_sequence_issue(bsym) else wire_seconds(cost, bsym)
-            start = max(now + before, is_free.get(link, 0.0))
-            is_free[link] = stop = start + _seconds_on_link(cost, bsym)
-            in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
-            now += compute_seconds(cost, bsym)
-        elif bsym.sym.id in AWAITED:
+            in_flight[bsym.output.name] = links.span(bsym, i, *clock.issue(bsym))
+            continue
+        if bsym.sym.id in AWAITED:
             span = in_flight.pop(bsym.args[0].name)
-            spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
-            now = max(now, span.stop) + compute_seconds(cost, bsym)
+            spans.append(span._replace(wait=i, exposed=clock.wait(Flight(span.start, span.stop))))
         else:
-            spans += _of_block(bsym, i, now, cost, links)
-            now += compute_seconds(cost, bsym)
-    return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names)
+            spans += _of_block(bsym, i, clock.now, cost, links)
+        clock.compute(compute_seconds(cost, bsym))
+    return Timeline([*starts, clock.now], sorted(spans, key=lambda span: span.start), links.names)
 
 
 def _of_block(
@@ -157,23 +151,6 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
 
 
-def _seconds_on_link(cost: CostModel, issue: BoundSymbol) -> float:
-    if is_trip(issue):
-        return cost.copy_seconds(away_at(issue).nbytes)
-    return sequence_seconds(cost, issue) if is_sequence_issue(issue) else link_seconds(issue)
-
-
-def _link(start: BoundSymbol) -> object:
-    """The link of a collective or copy: the process group, or the bus to the host."""
-    if is_trip(start):
-        return away_at(start).host
-    if is_sequence_issue(start):
-        context = part_at(start).plan
-        return context.runtime.group(context.axis)
-    plan = bucket_of(start).plan
-    return plan.host if is_offload(start) else plan.group
-
-
 class _Links:
     """The groups of a step's collectives and the bus to the host, numbered in order of first use."""
 
@@ -181,7 +158,7 @@ class _Links:
         self._numbers: dict[object, int] = {}
 
     def span(self, issue: BoundSymbol, line: int, start: float, stop: float) -> Span:
-        link = self._numbers.setdefault(_link(issue), len(self._numbers))
+        link = self._numbers.setdefault(link_of(issue), len(self._numbers))
         label, size, sent = _sizes(issue)
         return Span(
             kind=issue.sym.name,

@@ -21,7 +21,7 @@ def issues(plan=PLAN):
 
 def test_collectives_of_a_group_follow_each_other():
     first, second = issues()[:2]
-    clock = Clock()
+    clock = Clock(COST)
     a, b = clock.issue(first), clock.issue(second)
     assert (a.start, a.done, b.start, b.done) == pytest.approx((0, 1.024, 1.024, 2.048))
     clock.compute(0.5)
@@ -33,7 +33,7 @@ def test_collectives_of_a_group_follow_each_other():
 
 
 def test_groups_have_links_of_their_own():
-    clock = Clock()
+    clock = Clock(COST)
     clock.issue(issues()[0])
     assert clock.issue(issues(replace(PLAN, runtime=PlainRuntime("another")))[0]).start == 0
 
