@@ -22,11 +22,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "on_ranks(world_size): run the body of the test on so many ranks")
 
 
-LONG = {"test_notebooks", "test_examples", "test_benchmarks", "test_trainers"}  # files that lanes begin with
+# The files that lanes begin with: those that take more than 20 s, the longest ones first.
+LONG = ["notebooks", "examples", "context_parallel", "failure", "tensor_parallel", "mutants", "contract", "operators"]
+LONG += ["docs", "trainers", "planning", "benchmarks", "sweep"]
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    order = {f"test_{name}": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,14 +59,6 @@ def small_heap():
     """Python looks through all objects to collect garbage, and a recording to find closures. It does not see what is
     there before the tests of a file: that of a long lane would take three times as long as the tests themselves."""
     gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
-def thawed():
-    """All objects are seen, as in a script."""
-    gc.unfreeze()
-    yield
     gc.freeze()
 
 

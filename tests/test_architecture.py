@@ -1,6 +1,7 @@
 """Both packages hold their layers. Read from the sources, every import counts: of a module, in a function, for types."""
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -38,13 +39,11 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
+@cache
 def sources():
     """The syntax tree of each file, by its module. A package's own file is its ``__init__``."""
     files = [file for package in ("passes", "shardtrace") for file in (ROOT / package).rglob("*.py")]
     return {".".join(file.relative_to(ROOT).with_suffix("").parts): ast.parse(file.read_text()) for file in files}
-
-
-SOURCES = sources()
 
 
 def modules_of(node):
@@ -54,21 +53,23 @@ def modules_of(node):
     else:
         assert node.level == 0, f"line {node.lineno}: write the import with the whole name"
         parts = [f"{node.module}.{alias.name}" for alias in node.names]
-        names = [part if part in SOURCES or f"{part}.__init__" in SOURCES else node.module for part in parts]
-    return {name if name in SOURCES else f"{name}.__init__" for name in names} & SOURCES.keys()
+        names = [part if part in sources() or f"{part}.__init__" in sources() else node.module for part in parts]
+    return {name if name in sources() else f"{name}.__init__" for name in names} & sources().keys()
 
 
+@cache
 def imports():
     """For each module, the modules that it imports."""
     statements = {
         module: [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        for module, tree in SOURCES.items()
+        for module, tree in sources().items()
     }
     return {module: set().union(*map(modules_of, nodes)) for module, nodes in statements.items()}
 
 
-IMPORTS = imports()
-EDGES = sorted((module, other) for module, others in IMPORTS.items() for other in others)
+@cache
+def edges():
+    return sorted((module, other) for module, others in imports().items() for other in others)
 
 
 def room_of(module):
@@ -84,26 +85,26 @@ def goes_up(module, other):
 
 
 def test_imports_are_found():
-    assert ("passes.schedule", "passes.plan.__init__") in EDGES
-    assert ("shardtrace.api", "shardtrace.model.state") in EDGES
-    assert len(EDGES) > 200
+    assert ("passes.schedule", "passes.plan.__init__") in edges()
+    assert ("shardtrace.api", "shardtrace.model.state") in edges()
+    assert len(edges()) > 200
 
 
 def test_each_file_is_in_a_room():
-    assert [module for module in SOURCES if room_of(module) is None] == []
+    assert [module for module in sources() if room_of(module) is None] == []
 
 
 def test_imports_go_down():
-    assert {edge for edge in EDGES if goes_up(*edge)} == set()
+    assert {edge for edge in edges() if goes_up(*edge)} == set()
 
 
 def test_passes_import_no_passes():
-    assert [edge for edge in EDGES if [room_of(module) for module in edge] == ["passes", "passes"]] == []
+    assert [edge for edge in edges() if [room_of(module) for module in edge] == ["passes", "passes"]] == []
 
 
 def test_no_files_import_each_other_in_a_circle():
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports()).prepare()
     except CycleError as error:
         pytest.fail("imports a circle: " + " <- ".join(error.args[1]))
 
@@ -113,16 +114,16 @@ def exported(tree):
     names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            names |= {a.asname or a.name for a in node.names if f"{node.module}.{a.name}" not in SOURCES}
+            names |= {a.asname or a.name for a in node.names if f"{node.module}.{a.name}" not in sources()}
     return names
 
 
 def test_no_package_exports_a_name_of_its_modules():
     hidden = set()
-    for file, tree in SOURCES.items():
+    for file, tree in sources().items():
         package, _, last = file.rpartition(".")
         if last == "__init__":
-            modules = {module.removesuffix(".__init__") for module in SOURCES}
+            modules = {module.removesuffix(".__init__") for module in sources()}
             hidden |= {f"{package}.{name}" for name in exported(tree)} & modules
     assert hidden == set()
 
@@ -134,6 +135,6 @@ def lines_of(function):
 
 
 def test_files_and_functions_fit_on_few_screens():
-    assert [module for module, tree in SOURCES.items() if tree.body and tree.body[-1].end_lineno > 800] == []
-    functions = ((m, f) for m, tree in SOURCES.items() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
+    assert [module for module, tree in sources().items() if tree.body and tree.body[-1].end_lineno > 800] == []
+    functions = ((m, f) for m, tree in sources().items() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
     assert [(module, function.name) for module, function in functions if lines_of(function) > 50] == []

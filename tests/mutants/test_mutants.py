@@ -76,7 +76,7 @@ def test_wrong_sums_over_ranks_that_share_a_batch_are_found(model, setting, kind
         mutants = [*islice(filter(None, found), 12)]
         assert {judge(m.step, step, prove).outcome for m in mutants} <= {"verify", "prove"}, kind
         if kind not in ("change group", "drop a source"):  # of which not all give other numbers
-            assert "missed" in {judge(m.step, step, None).outcome for m in mutants}, kind
+            assert any(judge(m.step, step, None).outcome == "missed" for m in mutants), kind
 
 
 @pytest.mark.parametrize(
