@@ -520,8 +520,8 @@ class Gradient(NamedTuple):
     setting: Setting
 
 
-# What collectives take and give. "equal": a whole value that all ranks share; "own": a part of a rank's own batch,
-# whose loss is averaged over ranks.
+# By collective, the form of the value that it takes, and of the one that it makes. "equal" is a whole value that all
+# ranks share, and "own" the part of a batch that only this rank has: ranks average their losses.
 FORMS = {
     sequence.cut.id: ("whole", "part"),
     sequence.gather_parts.id: ("part", "whole"),
