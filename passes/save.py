@@ -274,6 +274,9 @@ def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSy
     elif _may_run_again(bsym, facts):
         # Thunder repeats a symbol without a gradient as it is, and a collective's parts have names, such as a future's
         apart = is_constant_for_vjp(bsym) and any(map(is_sequence_issue, bsym.subsymbols))
+        if apart and not all(map(is_constant_for_vjp, bsym.subsymbols)):  # only its result is detached, and so is saved
+            yield bsym
+            return
         for part in bsym.subsymbols if apart else (bsym,):
             yield part.from_bsym(tags=part.tags | bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
     elif may_be_taken_apart(bsym):

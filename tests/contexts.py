@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import shardtrace
@@ -32,6 +33,27 @@ class Attention(nn.Module):
         q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Shared(nn.Module):
+    """Causal attention in which two heads of queries share one of keys and values, all three in one matrix: "cut" by
+    one line, or by a slice for each if there are as many of each."""
+
+    def __init__(self, width: int, heads: int, shared: int, by: str = "cut") -> None:
+        super().__init__()
+        self.heads, self.by, size = (heads, shared, shared), by, width // heads
+        self.qkv, self.out = nn.Linear(width, (heads + 2 * shared) * size), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (B, T, width), (heads, shared, _) = x.shape, self.heads
+        size, qkv = width // heads, self.qkv(x)
+        ends = [0, heads * size, (heads + shared) * size, (heads + 2 * shared) * size]
+        sliced = [qkv[..., a:b] for a, b in pairwise(ends)]
+        parts = sliced if self.by == "slices" else qkv.split([n * size for n in self.heads], -1)
+        q, k, v = (t.view(B, T, n, size).transpose(1, 2) for t, n in zip(parts, self.heads, strict=True))
+        k, v = (t.repeat_interleave(heads // shared, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):

@@ -85,9 +85,9 @@ def positions(length: int, rank: int) -> torch.Tensor:
 def part(t: torch.Tensor, split: Split | None, rank: int) -> torch.Tensor:
     if split is None:
         return t
-    shape = (*t.shape[: split.dim], split.outer, split.length, split.inner, *t.shape[split.dim + 1 :])
-    picked = t.reshape(shape).index_select(split.dim + 1, positions(split.length, rank))
-    return picked.flatten(split.dim, split.dim + 2)
+    counts = split.sections or (1,) * split.outer
+    numbers = torch.cat([torch.arange(split.length).repeat_interleave(count * split.inner) for count in counts])
+    return t.index_select(split.dim, torch.isin(numbers, positions(split.length, rank)).nonzero().flatten())
 
 
 def splits(shape: Any, dim: int) -> Iterator[Split]:
@@ -99,6 +99,10 @@ def splits(shape: Any, dim: int) -> Iterator[Split]:
         length, rest = divmod(size, outer * inner)
         if outer * inner > 1 and rest == 0 and length >= LEAST:
             yield Split(dim, outer, length, inner)
+    for sections in ((2, 1), (1, 2, 1)):
+        length, rest = divmod(size, sum(sections))
+        if rest == 0 and length >= LEAST:
+            yield Split(dim, sum(sections), length, 1, sections)
 
 
 def is_random(made: Made) -> bool:
@@ -163,6 +167,8 @@ def _explained(compare: Any, made: Made, placed: Placed, **options: Any) -> None
 
 
 def _assert_mixed(line: TorchLine) -> None:
+    if line.name == "repeat_interleave":  # whose repeated dim may be split
+        return
     found = relation(line.name, line.args, line.kwargs, [tuple(t.shape) for t in line.results])
     for number, labels in enumerate(found.operands if found else ()):
         for dim, label in enumerate(labels):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -264,37 +265,68 @@ def _reshaped(line: TorchLine, split: Split, of_operand: int | None = None) -> P
     return Placed((before, *like), (after,))
 
 
-def _cut_equally(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
-    """A dim of several values of equal size, each of which is split, such as queries, keys and values. The split is
-    that of the operand, or of a result."""
+def _cut_in_pieces(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
+    """A dim of several values, each of which is split, such as queries, keys and values. The split is that of the
+    operand, or of a result."""
     dim, count = split.dim, len(line.results)
     sizes = [r.shape[dim] if dim < r.ndim else 0 for r in line.results]
     alike = all(_shape(r)[:dim] + _shape(r)[dim + 1 :] == _without(line.operands[0], dim) for r in line.results)
-    if len(line.operands) != 1 or not alike or sum(sizes) != line.operands[0].shape[dim] or len(set(sizes)) != 1:
+    if len(line.operands) != 1 or not alike or sum(sizes) != line.operands[0].shape[dim] or count == 1:
         return None
-    whole = split if of_operand is not None else split._replace(outer=split.outer * count)
-    if count == 1 or whole.outer % count:
+    if len(set(sizes)) == 1:
+        whole = split if of_operand is not None else split._replace(outer=split.outer * count)
+        if whole.outer % count or whole.sections:
+            return None
+        return Placed((whole,), (whole._replace(outer=whole.outer // count),) * count)
+    unit = math.gcd(*sizes)
+    inner, rest = divmod(unit, split.length)
+    sections = tuple(size // unit for size in sizes)
+    whole = Split(dim, sum(sections), split.length, inner, sections)
+    if rest or (split != whole if of_operand is not None else split.outer != 1 or bool(split.sections)):
         return None
-    return Placed((whole,), (whole._replace(outer=whole.outer // count),) * count)
+    return Placed((whole,), tuple(Split(dim, 1, split.length, inner * n) for n in sections))
 
 
 def _without(t: TensorProxy, dim: int) -> Shape:
     return (*t.shape[:dim], *t.shape[dim + 1 :])
 
 
-def _every_nth(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
-    """Each nth element of a dim, such as gates that take turns with what they are multiplied by. The split is that of
-    the operand, or of the result."""
+def _sliced(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
+    """Some blocks of a dim, or each nth element, such as gates that take turns with what they are multiplied by. The
+    split is that of the operand, or of the result."""
     x = line.operands[0]
     index = of_each_dim(line.args[1], x.ndim) if len(line.operands) == 1 else None
     if index is None or not all(isinstance(i, slice) for i in index):
         return None
     size = x.shape[split.dim]
     start, stop, step = index[split.dim].indices(size)
+    if step == 1:
+        return _some_blocks(split, size, start, stop, of_operand)
     inner, rest = divmod(split.inner, step if of_operand is not None else 1)
-    if step < 2 or start >= step or stop != size or size % step or rest:
+    if start >= step or stop != size or size % step or rest:
         return None
     return Placed((split._replace(inner=inner * step),), (split._replace(inner=inner),))
+
+
+def _some_blocks(split: Split, size: int, start: int, stop: int, of_operand: int | None) -> Placed | None:
+    """A slice that takes some blocks of a dim as they are, such as queries in front of keys and values."""
+    block = split.length * split.inner
+    if start >= stop or start % block or stop % block or size % block or split.sections:
+        return None
+    return Placed((split._replace(outer=size // block),), (split._replace(outer=(stop - start) // block),))
+
+
+def _repeated(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
+    """``repeat_interleave`` along the dim that is split, such as of the keys that several queries share. The split is
+    that of the operand, or of the result."""
+    named: dict[str, Any] = dict(zip(("repeats", "dim"), line.args[1:], strict=False)) | line.kwargs
+    (x, *others), count, dim = line.operands, named.pop("repeats", None), named.pop("dim", None)
+    if others or named or not type(count) is type(dim) is int or count < 1:
+        return None
+    inner, rest = divmod(split.inner, 1 if of_operand is not None else count)
+    if dim % x.ndim != split.dim or split.sections or rest:
+        return None
+    return Placed((split._replace(inner=inner),), (split._replace(inner=inner * count),))
 
 
 def _grouped(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
@@ -313,8 +345,9 @@ def _grouped(line: TorchLine, split: Split, of_operand: int | None) -> Placed | 
 
 
 SPECIAL: Mapping[str, Callable[[TorchLine, Split, int | None], Placed | None]] = {
-    **dict.fromkeys(("chunk", "split"), _cut_equally),
-    "getitem": _every_nth,
+    **dict.fromkeys(("chunk", "split"), _cut_in_pieces),
+    "getitem": _sliced,
+    "repeat_interleave": _repeated,
     **dict.fromkeys(OF_PARTS, _cut_twice),
     "nn.functional.scaled_dot_product_attention": _grouped,
 }

@@ -49,7 +49,8 @@ class Part(ContextObject):
     """
 
     def __init__(self, plan: ContextPlan, split: Split, fill: int | None = None) -> None:
-        outer, inner = f"{split.outer}x" * (split.outer > 1), f"x{split.inner}" * (split.inner > 1)
+        blocks = "_".join(map(str, split.sections or (split.outer,)))
+        outer, inner = f"{blocks}x" * (split.outer > 1), f"x{split.inner}" * (split.inner > 1)
         filled = "" if fill is None else f"_filled_{abs(fill)}"
         where = f"dim{split.dim}_of_{outer}{split.length}{inner}{filled}" if split != NOT_SPLIT else "ranks"
         super().__init__(f"{plan.axis.value}_{where}", self)
@@ -87,17 +88,12 @@ class Part(ContextObject):
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """A whole value as (before, outer, length, after)."""
-        split = self.split
-        after = split.inner * math.prod(x.shape[split.dim + 1 :])
-        return x.reshape(math.prod(x.shape[: split.dim]), split.outer, split.length, after)
+        return _in_blocks(x, self.split, self.split.length)
 
     def chunks(self, x: torch.Tensor) -> torch.Tensor:
         """A part as (before, outer, chunks, positions of a chunk, after)."""
-        split = self.split
-        after = split.inner * math.prod(x.shape[split.dim + 1 :])
-        return x.reshape(
-            math.prod(x.shape[: split.dim]), split.outer, self.plan.pieces, self.plan.chunk(split.length), after
-        )
+        pieces, chunk = self.plan.pieces, self.plan.chunk(self.split.length)
+        return _in_blocks(x, self.split, pieces * chunk).unflatten(2, (pieces, chunk))
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """For each of this rank's chunks, its first position, its end, and the number of positions beyond the end."""
@@ -108,6 +104,24 @@ class Part(ContextObject):
             start, stop = min(number * size, length), min((number + 1) * size, length)
             found.append((start, stop, size - (stop - start)))
         return found
+
+
+def _in_blocks(x: torch.Tensor, split: Split, length: int) -> torch.Tensor:
+    """A value, whose blocks have this length, as (before, outer, length, after)."""
+    before, after = math.prod(x.shape[: split.dim]), split.inner * math.prod(x.shape[split.dim + 1 :])
+    if not split.sections:
+        return x.reshape(before, split.outer, length, after)
+    sections = x.split([count * length * split.inner for count in split.sections], split.dim)
+    blocks = (s.reshape(before, length, n, after) for s, n in zip(sections, split.sections, strict=True))
+    return torch.cat([b.transpose(1, 2) for b in blocks], 1)
+
+
+def _of_blocks(blocks: torch.Tensor, split: Split, shape: tuple[int, ...]) -> torch.Tensor:
+    """The value of this shape, of blocks (before, outer, length, after)."""
+    if not split.sections:
+        return blocks.reshape(shape)
+    sections = (s.transpose(1, 2).flatten(1) for s in blocks.split(split.sections, 1))
+    return torch.cat(list(sections), 1).reshape(shape)
 
 
 # ---- the functions ----
@@ -121,15 +135,16 @@ def local_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
         if missing:
             last = rows[:, :, -1:] if part.fill is None else rows.new_full((), part.fill)
             pieces.append(last.expand(rows.shape[0], rows.shape[1], missing, rows.shape[3]))
-    return torch.cat(pieces, 2).view(part.local_shape(tuple(whole.shape)))
+    return _of_blocks(torch.cat(pieces, 2), part.split, part.local_shape(tuple(whole.shape)))
 
 
 def _widen(x: torch.Tensor, part: Part) -> torch.Tensor:
-    whole = x.new_zeros(part.whole_shape(tuple(x.shape)))
-    rows = part.rows(whole)
-    for (start, stop, _), chunk in zip(part.ranges(), part.chunks(x).unbind(2), strict=True):
+    chunks = part.chunks(x)
+    before, outer, *_, after = chunks.shape
+    rows = x.new_zeros(before, outer, part.split.length, after)
+    for (start, stop, _), chunk in zip(part.ranges(), chunks.unbind(2), strict=True):
         rows[:, :, start:stop] = chunk[:, :, : stop - start]
-    return whole
+    return _of_blocks(rows, part.split, part.whole_shape(tuple(x.shape)))
 
 
 def _group(part: Part) -> Any:
@@ -168,7 +183,7 @@ def _in_order(received: torch.Tensor, part: Part) -> torch.Tensor:
     in_order = torch.cat([firsts, *(chunks.flip(2) for chunks in seconds)], 2)
     before, outer, _, _, after = in_order.shape
     rows = in_order.view(before, outer, part.plan.pieces * ranks * size, after)[:, :, :end]
-    return rows.reshape(part.whole_shape(tuple(shape))).contiguous()  # as PyTorch's own modules expect it
+    return _of_blocks(rows, split, part.whole_shape(tuple(shape))).contiguous()  # as PyTorch's own modules expect it
 
 
 def _by_rank(whole: torch.Tensor, part: Part) -> torch.Tensor:
@@ -193,7 +208,7 @@ def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
 def _wait_scatter(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
     _wait(future, part)
     received = future.received.sum(0) if part.plan.direct else future.received  # in float32 inside, whatever the dtype
-    return received.view(part.local_shape(shape))
+    return _of_blocks(received.flatten(2, 3), part.split, part.local_shape(shape))
 
 
 def _all_to_all(sent: torch.Tensor, part: Part) -> InFlight:

@@ -311,7 +311,9 @@ def positions_of(p: ShardedParameter, rank: int, seat: int) -> list[int]:
     """Where, along the dim that is cut, a rank's rows are in the part of a seat."""
     split, held = p.cut.split, p.cut.plan.chunks_of(seat)
     rows = _rows(p, rank) if split.dim == 0 else range(split.size)
-    return [i for i, at in enumerate(rows) if at // split.inner % split.length in held]
+    chunks = ((start + chunk * each, each) for start, each in split.blocks() for chunk in held)
+    found = (range(max(start, rows.start), min(start + each, rows.stop)) for start, each in chunks)
+    return [at - rows.start for own in found for at in own]
 
 
 def _elements(p: ShardedParameter, rank: int, seat: int) -> int:
@@ -326,8 +328,7 @@ def _elements(p: ShardedParameter, rank: int, seat: int) -> int:
 
 def _before(row: int, split: Split, chunk: int) -> int:
     """How many of the first rows are in a chunk."""
-    each, rest = divmod(row, split.length * split.inner)
-    return each * split.inner + min(max(rest - chunk * split.inner, 0), split.inner)
+    return sum(min(max(row - start - chunk * each, 0), each) for start, each in split.blocks())
 
 
 # ---- buckets ----

@@ -11,7 +11,7 @@ then have the same work. In tensor parallelism, a dimension is cut into ``ranks`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -97,12 +97,16 @@ class Split(NamedTuple):
 
     The whole dimension has ``outer * length * inner`` elements, as if it had been reshaped from ``(outer, length,
     inner)``. Ranks hold parts of the middle one: (batch, sequence) flattened to rows is ``Split(0, batch, length, 1)``.
+
+    Several values one behind the other may differ in size, each of which is split: of ``sections`` (2, 1, 1), with an
+    outer of 4, the first one has ``length * 2 * inner`` elements. Queries that share keys with others are such values.
     """
 
     dim: int
     outer: int
     length: int
     inner: int
+    sections: tuple[int, ...] = ()
 
     @classmethod
     def along(cls, dim: int, length: int) -> Split:
@@ -113,6 +117,13 @@ class Split(NamedTuple):
     def size(self) -> int:
         """Elements of the whole dimension."""
         return self.outer * self.length * self.inner
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """For each block, of which every rank has a part: where it begins, and its elements for one of ``length``."""
+        start = 0
+        for count in self.sections or (1,) * self.outer:
+            yield start, count * self.inner
+            start += count * self.inner * self.length
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,7 @@ CUTS = {  # of the members of which two ranks have parts of one or two pieces: h
     1: {(6, 4): Split(0, 1, 2, 3), (4,): Split(0, 1, 2, 2), (5, 4): Split(1, 1, 2, 2), (12, 2): Split(0, 3, 2, 2)},
     2: {(8, 4): Split(0, 1, 4, 2), (4,): Split(0, 1, 4, 1), (5, 4): Split(1, 1, 4, 1), (12, 2): Split(0, 3, 4, 1)},
 }  # fmt: skip
+CUTS[1][16, 2] = Split(0, 4, 2, 2, (2, 1, 1))
 LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
 PATIENCE = 20.0  # seconds until a rank is taken for lost
 
@@ -352,22 +353,28 @@ def _chunks(case: Case, rank: int) -> torch.Tensor:
     return torch.tensor([seat] if case.pieces == 1 else [seat, 3 - seat])
 
 
+def _held(value: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+    """Which elements a rank has along the dim of a value that is cut, according to the law."""
+    _, outer, length, inner, sections = CUTS[case.pieces][tuple(value.shape)]
+    chunks = [torch.arange(length).repeat_interleave(count * inner) for count in sections or (1,) * outer]
+    return torch.isin(torch.cat(chunks), _chunks(case, rank))
+
+
 def _used(value: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
     """What a rank computes with, of a value, according to the law."""
     if not case.seats:
         return value
-    dim, *sizes = CUTS[case.pieces][tuple(value.shape)]
-    return value.unflatten(dim, sizes).index_select(dim + 1, _chunks(case, rank)).flatten(dim, dim + 2)
+    dim = CUTS[case.pieces][tuple(value.shape)].dim
+    return value.index_select(dim, _held(value, case, rank).nonzero().flatten())
 
 
 def _contributed(gradient: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
     """A gradient of a whole value, of which a rank has that of what it computes with."""
     if not case.seats:
         return gradient
-    dim, *sizes = CUTS[case.pieces][tuple(gradient.shape)]
-    kept = torch.zeros(sizes[1]).index_fill(0, _chunks(case, rank), 1.0)
-    shape = [1] * dim + [1, sizes[1], 1] + [1] * (gradient.dim() - dim - 1)
-    return (gradient.unflatten(dim, sizes) * kept.view(shape)).reshape(gradient.shape)
+    dim = CUTS[case.pieces][tuple(gradient.shape)].dim
+    held = _held(gradient, case, rank)
+    return gradient * held.view(-1, *[1] * (gradient.dim() - dim - 1))
 
 
 def _part(value: torch.Tensor, i: int, case: Case, rank: int, padding: float = 0.0) -> torch.Tensor:
@@ -402,12 +409,13 @@ class Setting(NamedTuple):
     ranks: int
     direct: bool
     flattened: bool  # whether the dim of positions is flattened with others
+    sections: bool  # whether the sequences that it is flattened with are several values
     pieces: Literal[1, 2]  # chunks of each rank
 
     @classmethod
     def of(cls, part: Part) -> Setting:
         plan, split = part.plan, part.split
-        return cls(min(plan.ranks, 3), plan.direct, split.outer * split.inner > 1, plan.pieces)
+        return cls(min(plan.ranks, 3), plan.direct, split.outer * split.inner > 1, bool(split.sections), plan.pieces)
 
     def values(self, draw: torch.Generator) -> list[torch.Tensor]:
         """A whole value of small integers for each rank."""
@@ -417,7 +425,8 @@ class Setting(NamedTuple):
     def part(self, rank: int, runtime: PlainRuntime) -> Part:
         """A rank's part of such a value."""
         plan = ContextPlan(self.ranks, rank, pieces=self.pieces, direct=self.direct, runtime=runtime)
-        return Part(plan, Split(0, 4 * self.ranks, LENGTH, 3) if self.flattened else Split.along(2, LENGTH))
+        sections = (2, 4 * self.ranks - 2) if self.sections else ()
+        return Part(plan, Split(0, 4 * self.ranks, LENGTH, 3, sections) if self.flattened else Split.along(2, LENGTH))
 
     def held(self, form: str, whole: torch.Tensor, rank: int, padding: float) -> torch.Tensor:
         """A rank's share of a value: its "part", its "heads", or all of it."""
@@ -429,10 +438,21 @@ class Setting(NamedTuple):
         """Whether a rank's part of a whole value is that of the law, padding aside."""
         inside = _positions(rank, self.ranks, self.pieces) < LENGTH
         expected = self.held("part", whole, rank, 0.0)
-        return torch.equal(found.view(expected.shape)[:, :, inside], expected[:, :, inside])
+        return torch.equal(self.read(found, expected.shape)[:, :, inside], expected[:, :, inside])
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
+        if (
+            self.sections
+        ):  # of two sequences, and of the others; each begins with the first positions of all its sequences
+            return torch.cat([s.transpose(0, 1).flatten() for s in value.flatten(0, 1).tensor_split([2])])
         return value.reshape(-1) if self.flattened else value.contiguous()
+
+    def read(self, found: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The inverse: a value of this shape."""
+        if not self.sections:
+            return found.view(shape)
+        first, others = found.split([2 * shape[2:].numel(), (shape[0] * shape[1] - 2) * shape[2:].numel()])
+        return torch.cat([s.view(shape[2], -1, shape[3]).transpose(0, 1) for s in (first, others)]).view(shape)
 
 
 class Exchange(NamedTuple):
@@ -465,7 +485,7 @@ def _found_of_sequence(case: Exchange) -> str:
         expected = setting.held(op.gives, result, rank, 0.0)
         if found.numel() != expected.numel():
             return f"rank {rank} gets {found.numel()} values for {expected.numel()}"
-        found = found.view(expected.shape)
+        found = setting.read(found, expected.shape)
         if op.gives == "part":
             inside = _positions(rank, setting.ranks, setting.pieces) < LENGTH
             found, expected = found[:, :, inside], expected[:, :, inside]

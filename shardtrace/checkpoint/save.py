@@ -93,8 +93,8 @@ def sums_of(model: ModelState) -> dict[str, torch.Tensor]:
         kept = sums.by_place.get((parameter.plan.axis, parameter.index))
         if kept is not None and kept.parameter.cut is not None:
             raise CheckpointError(
-                f"the gradient of parameter {name!r}, of which tensor_parallel gives each rank a part, is not reduced "
-                "yet: save after the step that does, outside of no_sync"
+                f"the gradient of parameter {name!r}, with a part of which each rank computes, is not reduced yet: "
+                "save after the step that does, outside of no_sync"
             )
         if kept is not None:
             found[name] = kept.total
@@ -214,6 +214,7 @@ def _collect(
         "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
         "extra": encode(extra, f"ranks.{model.rank}.extra", plain),
         "accumulated": encode(sums_of(model), f"ranks.{model.rank}.accumulated", plain),
+        "sharing": model.sharing,  # which says how much the gradient of a rank counts
         "optimizers": [of_owners(one, model) for one in saved],
     }
     shared: dict[str, Any] = {}
@@ -410,10 +411,13 @@ def _checked(path: Path, model: ModelState, others: Companions) -> _Found:
         targets |= {f"{label}.{name}": slot.distributed() for name, slot in one.slots.items()}
     _check_companions(directory, index, others)
     same = len(index.ranks) == model.ranks
-    if any(rank["accumulated"] != {"dict": []} for rank in index.ranks) and not (same and model.states):
+    sharing: dict[str, int] = index.ranks[0].get("sharing", {})
+    alike = same and model.states and model.sharing == sharing
+    if any(rank["accumulated"] != {"dict": []} for rank in index.ranks) and not alike:
+        how = " and ".join(["", *(f"{option} over {size}" for option, size in sharing.items())])
         raise CheckpointError(
-            f"{directory} was saved inside an accumulation of gradients (no_sync) on {len(index.ranks)} ranks, and can "
-            "be loaded only by a sharded model on as many ranks"
+            f"{directory} was saved inside an accumulation of gradients (no_sync) on {len(index.ranks)} ranks{how}, "
+            "and can be loaded only by a model that is sharded so"
         )
 
     def decoded(value: Any) -> Any:  # adds to targets

@@ -114,6 +114,16 @@ class ModelState:
         return self.group.size() if self.group is not None else 1
 
     @property
+    def sharing(self) -> dict[str, int]:
+        """How many ranks compute a batch together, by option of ``fsdp``; none if each rank has its own."""
+        if not self.states:
+            return {}
+        groups, options = self.states[0].groups, self.states[0].options
+        context = options.context.option if options.context is not None else ""
+        found = {context: groups.context, "tensor_parallel": groups.tensor}
+        return {option: group.size() for option, group in found.items() if group is not None and group.size() > 1}
+
+    @property
     def device(self) -> torch.device:
         """The device on which the model computes."""
         if self.states and self.states[0].entries:

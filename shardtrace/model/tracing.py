@@ -156,9 +156,12 @@ def check_call_of_parts(state: ShardedState, call: Callable[..., Any], kwargs: M
     model that computes the loss of several batches is asked for a sum over one."""
     function = get_compile_data().fn
     if takes_parts(state) and function is not state.model and getattr(function, "__wrapped__", None) is not call:
+        of_batches = isinstance(state.options.context, ExpertParallel)
+        parts = "parts of a batch (expert_parallel)" if of_batches else 'parts of sequences (arguments="part")'
+        choose = "" if of_batches else ', or choose ContextParallel(arguments="whole")'
         raise RuntimeError(
-            f'{state.model_name} takes parts of sequences (arguments="part"), but is called in a jitted function that '
-            'would see whole ones: jit the model alone, or choose ContextParallel(arguments="whole")'
+            f"{state.model_name} takes {parts}, but a module in it is called by itself, or the model in a jitted "
+            f"function that would see whole ones: call the model as a whole, and jit it alone{choose}"
         )
     if isinstance(state.options.context, ExpertParallel) and unwrap(kwargs.get("num_items_in_batch")) is not None:
         raise RuntimeError(

@@ -7,7 +7,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from contexts import Attention, Mixture, Tokens, mesh_of
+from contexts import Attention, Mixture, Shared, Tokens, mesh_of
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
 from torch import nn
@@ -101,6 +101,24 @@ def test_heads_that_share_keys_and_values(compiled):
         "q_weight": "dim0_of_2x4", "k_weight": "dim0_of_2x2", "v_weight": "dim0_of_2x2", "out_weight": "dim1_of_2x4"
     }  # fmt: skip
     assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+@pytest.mark.parametrize(
+    ("build", "qkv"),
+    [
+        (lambda: Shared(16, 4, 2), "dim0_of_2_1_1x2x4"),  # as litgpt writes it
+        (lambda: Shared(16, 4, 4, by="slices"), "dim0_of_3x2x8"),  # as Phi-3 does
+    ],
+)
+def test_keys_that_queries_share_in_one_matrix(compiled, build, qkv):
+    cmodel = compiled(build, torch.ones(2, 3, 16))
+    assert cuts(cmodel) == {"qkv_weight": qkv, "qkv_bias": qkv, "out_weight": "dim1_of_2x8"}
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+def test_a_matrix_of_slices_of_several_sizes_is_whole(compiled):
+    cmodel = compiled(lambda: Shared(16, 4, 2, by="slices"), torch.ones(2, 3, 16))
+    assert "no parameter is split" in remarks(cmodel)
 
 
 needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")

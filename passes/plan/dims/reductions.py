@@ -411,7 +411,7 @@ def moved(split: Split, old: Shape, new: Shape) -> Split | None:
     It is found by strides: the sequence has the same distance from the right before and after. If the new shape cuts
     the sequence itself, the parts have no shape.
     """
-    if prod(old) != prod(new) or split.length < 2 or split.size != old[split.dim] or not prod(old):
+    if prod(old) != prod(new) or split.length < 2 or split.sections or split.size != old[split.dim] or not prod(old):
         return None
     stride = split.inner * prod(old[split.dim + 1 :])
     for dim, size in enumerate(new):

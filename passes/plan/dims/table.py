@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from passes.plan.dims import products, reductions, views
@@ -71,26 +71,37 @@ def _range(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arg
     return args[:1], given
 
 
-def _slices(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
-    """An index. A slice that takes all of a dim, such as ``[-8:]`` of 8, takes all of a shorter one."""
-    items, dim = of_each_dim(args[1], len(change.operand)), 0
+def _slices(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change, *, taken: bool = False) -> Arguments:
+    """An index. A slice that takes all of a dim, such as ``[-8:]`` of 8, takes all of a shorter one. What is ``taken``
+    may be some blocks of a dim: then they are those of shorter ones."""
+    items, dim, to = of_each_dim(args[1], len(change.operand)), 0, 0  # of the operand, and of the result
+    taken = taken and all(item is None or type(item) in (int, slice) for item in items)
     for i, item in enumerate(items):
-        if isinstance(item, slice) and is_full(item, change.operand[dim]):
-            items[i] = slice(None)
+        if isinstance(item, slice):
+            start, stop, step = item.indices(change.operand[dim])
+            if is_full(item, change.operand[dim]):
+                items[i] = slice(None)
+            elif taken and step == 1 and change.whole[to] != change.result[to]:
+                items[i] = slice(*(n * change.result[to] // change.whole[to] for n in (start, stop)))
         dim += item is not None
+        to += type(item) is not int
     return (args[0], tuple(items), *args[2:]), kwargs
 
 
 def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
-    """torch.split. Pieces of a dim that is split itself are of equal size."""
+    """torch.split. Pieces of a dim that is split itself are split alike."""
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(change.operand)
-    if change.whole[dim] == change.result[dim]:
+    whole, local = change.whole[dim], change.result[dim]
+    if whole == local:
         return args, kwargs
-    size = change.result[dim]
+
+    def of_part(sizes: Any) -> Any:
+        return sizes * local // whole if type(sizes) is int else [size * local // whole for size in sizes]
+
     for name in ("split_size_or_sections", "split_size"):
         if name in kwargs:
-            return args, {**kwargs, name: size if type(kwargs[name]) is int else [size] * len(kwargs[name])}
-    return (args[0], size if type(args[1]) is int else [size] * len(args[1]), *args[2:]), kwargs
+            return args, {**kwargs, name: of_part(kwargs[name])}
+    return (args[0], of_part(args[1]), *args[2:]), kwargs
 
 
 def _unflattened(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
@@ -106,7 +117,8 @@ RESIZE: Mapping[str, Resize] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _shape_after(1, "size")),
     **dict.fromkeys(("repeat", "tile"), _counts),
     "prims.broadcast_in_dim": _shape_after(1, "shape"),
-    **dict.fromkeys(("getitem", "setitem"), _slices),
+    "getitem": partial(_slices, taken=True),
+    "setitem": _slices,
     "narrow": _range,
     "split": _cut,
     "unflatten": _unflattened,

@@ -156,7 +156,7 @@ NO_ADJOINTS = {
     ("symbol", "other"), [(S.to_own_output, S.from_own_input), (S.from_own_input, S.to_own_output)]
 )
 def test_gradients_of_batches_that_ranks_have_of_their_own(symbol, other):
-    setting = certificates.Setting(3, True, False, 1)
+    setting = certificates.Setting(3, True, False, False, 1)
 
     def found(of):
         return certificates._found_of_gradient(

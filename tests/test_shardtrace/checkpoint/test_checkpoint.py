@@ -149,6 +149,11 @@ def test_a_training_resumed_inside_an_accumulation(tmp_path):
     assert model.weight.grad.abs().sum() > 0
     with pytest.raises(shardtrace.CheckpointError, match=r"inside an accumulation of gradients \(no_sync\) on 2 ranks"):
         shardtrace.load_checkpoint(tmp_path, torch.nn.Linear(3, 5))
+    for kind in ("context", "tensor", "expert"):  # ranks that share a batch count otherwise
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", kind))
+        together = shardtrace.fsdp(torch.nn.Linear(3, 5), mesh=mesh, **{f"{kind}_parallel": kind})
+        with pytest.raises(shardtrace.CheckpointError, match="only by a model that is sharded so"):
+            shardtrace.load_checkpoint(tmp_path, together)
 
 
 @on_ranks(2)

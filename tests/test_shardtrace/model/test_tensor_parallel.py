@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from contexts import (
-    Attention,
     Mixture,
+    Shared,
     Tokens,
     batch,
     compare_gradients,
@@ -38,11 +38,11 @@ def gpt2():
 
 
 class Model(nn.Module):
-    """Tokens (B, T) to logits (B, T, 32), by one head of attention for each rank and a gated product."""
+    """Tokens (B, T) to logits (B, T, 32), by attention with a head of keys for each rank and a gated product."""
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.attention = nn.Embedding(32, 8), Attention(8, 2)
+        self.embedding, self.attention = nn.Embedding(32, 8), Shared(8, 4, 2)
         self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32)
 
@@ -105,7 +105,8 @@ def test_evaluation_is_proven(fake_ranks, arguments):
     fake_ranks(4)
     context = ContextParallel("context", arguments=arguments)
     mesh = mesh_of((1, 2, 2), "context", "tensor")
-    model = shardtrace.fsdp(gpt(), mesh=mesh, context_parallel=context, tensor_parallel="tensor")
+    parallel = {"mesh": mesh, "context_parallel": context, "tensor_parallel": "tensor"}
+    model = shardtrace.fsdp(gpt(), activation_checkpointing="full", **parallel)
     with torch.no_grad():
         model(*batch(0, 8))
     assert shardtrace.prove(model).verdict == "proven"
@@ -167,11 +168,14 @@ def test_options_are_proven(fake_ranks, options):
     assert shardtrace.prove(model).verdict == "proven"
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "first block frozen"])
 @pytest.mark.parametrize("how", ["full", "cheap"])
-def test_recomputed_blocks_are_proven(fake_ranks, how):
+def test_recomputed_blocks_are_proven(fake_ranks, how, frozen):
     fake_ranks(2)
     mesh = mesh_of((1, 2), "tensor")
     model = shardtrace.fsdp(gpt(layers=2), mesh=mesh, tensor_parallel="tensor", activation_checkpointing=how)
+    for part in (model.wte, model.wpe, model.h[0]) if frozen else ():
+        part.requires_grad_(False)
     inside(model, *batch(0, 12)).backward()
     assert shardtrace.prove(model).verdict == "proven"
 
@@ -222,7 +226,7 @@ def test_sums_of_parts_are_not_saved(tmp_path):
     optimizer = adamw(model.parameters())
     with shardtrace.no_sync(model):
         of_logits(model, *batch(0, 8)).backward()
-    with pytest.raises(shardtrace.CheckpointError, match="of which tensor_parallel gives each rank a part"):
+    with pytest.raises(shardtrace.CheckpointError, match="with a part of which each rank computes"):
         shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
 
 
