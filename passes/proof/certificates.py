@@ -65,7 +65,7 @@ CUTS = {  # of the members of which two ranks have parts of one or two pieces: h
     1: {(6, 4): Split(0, 1, 2, 3), (4,): Split(0, 1, 2, 2), (5, 4): Split(1, 1, 2, 2), (12, 2): Split(0, 3, 2, 2)},
     2: {(8, 4): Split(0, 1, 4, 2), (4,): Split(0, 1, 4, 1), (5, 4): Split(1, 1, 4, 1), (12, 2): Split(0, 3, 4, 1)},
 }  # fmt: skip
-CUTS[1][16, 2] = Split(0, 4, 2, 2, (2, 1, 1))
+CUTS[1][16, 2] = Split(0, 4, 2, 2, (2, 1, 1))  # queries that share keys
 LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
 PATIENCE = 20.0  # seconds until a rank is taken for lost
 
@@ -441,9 +441,7 @@ class Setting(NamedTuple):
         return torch.equal(self.read(found, expected.shape)[:, :, inside], expected[:, :, inside])
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
-        if (
-            self.sections
-        ):  # of two sequences, and of the others; each begins with the first positions of all its sequences
+        if self.sections:  # two sequences, then the others: each begins with the first positions of all its sequences
             return torch.cat([s.transpose(0, 1).flatten() for s in value.flatten(0, 1).tensor_split([2])])
         return value.reshape(-1) if self.flattened else value.contiguous()
 

@@ -615,7 +615,8 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             yield
 
     def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        with recorder.checkpoint():
+        gradients = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)  # else torch warns, and has none
+        with recorder.checkpoint(), nullcontext() if gradients else torch.no_grad():
             return function(*args)
 
     def is_compiling(*args: Any) -> bool:

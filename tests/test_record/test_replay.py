@@ -169,6 +169,11 @@ def checkpointed(m, x, *, reentrant):
     return m.fc(y)
 
 
+def checkpointed_without_gradients(m, x):
+    """None of the inputs needs a gradient, so that torch warns and computes none within."""
+    return m.fc(torch.utils.checkpoint.checkpoint(lambda a: m.fc(a).tanh(), x.detach(), use_reentrant=True))
+
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -314,6 +319,7 @@ FORWARDS = [
     writes_to_out, writes_into_a_buffer, writes_into_a_view_of_a_buffer, replaces_a_buffer, writes_where_gradients_are_off,
     writes_past_autograd, reads_a_view_where_gradients_are_off, extends_a_list, a_part_without_gradients, gradients_within_no_grad, detached, autocast,
     functools.partial(checkpointed, reentrant=False), functools.partial(checkpointed, reentrant=True), own_function,
+    checkpointed_without_gradients,
     mapped, calls_a_scripted_function, derivative, dropped, constants, complex_numbers, fourier, a_dict,
     writes_into_parts_of_complex_numbers, a_loss_of_two_dtypes, an_lstm_that_autocast_lowers_in_part,
     a_loss_that_reads_values, an_operator_of_its_own,

@@ -125,7 +125,9 @@ def test_what_is_refused():
         shardtrace.shard_sequence(nn.Linear(2, 2), x)
     with pytest.raises(RuntimeError, match=r"has 7 positions in dimension 1, .* cut it with shardtrace.shard_sequence"):
         model(x[:, :7])
-    with pytest.raises(RuntimeError, match=r"Tokens takes parts of sequences .* jit the model alone"):
+    with pytest.raises(
+        RuntimeError, match=r"Tokens takes parts of sequences .* call the model as a whole, and jit it alone"
+    ):
         thunder.jit(lambda m, x: m(x))(model, x)
     writing = shardtrace.fsdp(Writing(), mesh=mesh_of((1, 2)), context_parallel=PARTS)
     with pytest.raises(RuntimeError, match=r"forward writes into an argument .* of which this rank was given a part"):
