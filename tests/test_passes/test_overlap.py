@@ -1,4 +1,4 @@
-"""Where collectives of values are issued and waited for, and which lines move in between."""
+"""Where collectives of values are issued and waited for, and which lines run in between."""
 
 from passes.comm import sequence
 from passes.overlap import overlap_sequence
