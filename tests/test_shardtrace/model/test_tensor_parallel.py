@@ -136,12 +136,32 @@ def test_models_are_proven_and_send_what_megatron_sends(fake_ranks, model, mesh)
         assert sorted(of_tensors) == sorted([(kind, rows), *sums])
 
 
+class Unread(nn.Module):
+    """Its second result, of which the loss reads nothing, comes of products that are cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.read, self.unread = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 32)) for _ in range(2))
+
+    def forward(self, tokens):
+        h = self.embedding(tokens)
+        return self.read(h), self.unread(h)
+
+
+def of_first(model, x, y):
+    return F.cross_entropy(model(x)[0].flatten(0, 1).float(), y.flatten())
+
+
 OPTIONS = {
     "bf16": {"mp_policy": "bf16", "tolerance": 3e-2},
     "int8": {"comm_policy": CommPolicy(gather_dtype="int8"), "build": partial(Tokens, width=64), "tolerance": 3e-2},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "tied and frozen": {"build": Tied, "steps": 2},
     "one rank": {"shape": (2, 1)},
+    "without gradients": {"build": Unread, "loss_of": of_first},
+    "without gradients, added up": {"build": Unread, "loss_of": of_first, "micro": 2},
+    "without gradients, not split": {"build": Unread, "loss_of": of_first, "sharding_strategy": "ddp"},
     "experts": {"build": partial(Mixture, turns=True), "loss_of": inside, "optimizer": adamw, "compile_policy": LOSS},
 }
 
