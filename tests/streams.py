@@ -249,6 +249,13 @@ class RecordedGroup:
     def all_to_all_single(self, received: Any, rows: Any, *_: Any) -> Collective:
         return self._run(rows, received)
 
+    def broadcast(self, tensors: Any, opts: Any) -> Collective:
+        mine = opts.rootRank == self._rank
+        return self._run(tensors if mine else [], [] if mine else tensors)
+
+    def reduce(self, tensors: Any, opts: Any) -> Collective:
+        return self._run(tensors, tensors)
+
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # torch before 2.13
     alltoall_base = all_to_all_single
 

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_function, function_of_lines, lines_within
 from passes.analysis.recognise import (
+    AWAITED,
+    ISSUED,
     bucket_of,
     differentiated_as,
     identity,
     is_foreign,
     is_repeatable,
     names,
+    part_at,
     properties,
 )
 from passes.comm.symbols import Property
@@ -245,7 +248,19 @@ def is_free(bsym: BoundSymbol) -> bool:
     found = properties(bsym.sym)
     if Property.VIEW in found and operator_of(bsym.sym) is not None:
         return True
-    return Property.FREE in found or (Property.CAST in found and not _changed(bsym))
+    if Property.CAST in found:
+        return not _changed(bsym)
+    return Property.FREE in found or (Property.PARTS in found and _is_in_order(bsym))
+
+
+def _is_in_order(bsym: BoundSymbol) -> bool:
+    """True for half of a collective whose parts lie one behind the other, which neither packs nor adds them up."""
+    op = ISSUED.get(bsym.sym.id) or AWAITED.get(bsym.sym.id)
+    if op is None or op.carries != "value" or op.exchanges:
+        return False
+    part, is_issue = part_at(bsym), bsym.sym.id in ISSUED
+    value = bsym.args[0] if is_issue else bsym.output
+    return part.is_in_order(tuple(value.shape)) and (is_issue or not (op.adds and part.plan.direct))
 
 
 def bytes_moved(bsym: BoundSymbol) -> int:

@@ -42,6 +42,7 @@ from passes.analysis.recognise import (
     is_deletion,
     is_issue,
     is_offload,
+    is_products,
     is_return,
     is_sequence_issue,
     is_sequence_wait,
@@ -95,12 +96,14 @@ def collectives(trace: TraceCtx) -> list[Collective]:
 
 
 def issues(trace: TraceCtx) -> Iterator[BoundSymbol]:
-    """The lines that issue the collectives of a trace, in order, with those of the blocks that it calls."""
+    """The lines that issue the collectives of a trace, in order, with those inside of its lines."""
     for bsym in trace.bound_symbols:
         if is_issue(bsym) or is_sequence_issue(bsym):
             yield bsym
         elif (called := block_function(bsym)) is not None:
             yield from issues(called.trace)
+        elif is_products(bsym):
+            yield from filter(is_sequence_issue, bsym.subsymbols)
 
 
 def _row(bsym: BoundSymbol, phase: str) -> Collective:

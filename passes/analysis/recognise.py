@@ -23,7 +23,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Se
 from typing import Any, NamedTuple
 
 from passes.comm.activations import ACTIVATIONS, Away
-from passes.comm.sequence import VALUES, Part
+from passes.comm.sequence import PRODUCTS, VALUES, Part
 from passes.comm.symbols import BUCKETS, CollectiveOp, Property, keep_shards, synchronize, wait_copies
 from passes.compat.jit import differentiating_executor, fake_argument, grad_rule_of
 from passes.kernels.aten import draws, operator_of
@@ -243,6 +243,11 @@ def part_at(bsym: BoundSymbol) -> Part:
     """The part of a sequence in a line of its collectives."""
     part: Part = bsym.args[1]
     return part
+
+
+def is_products(bsym: BoundSymbol) -> bool:
+    """True for a line that computes products while their rows travel. Its subsymbols are what it stands for."""
+    return bsym.sym.id in PRODUCTS
 
 
 def is_trip(bsym: BoundSymbol) -> bool:

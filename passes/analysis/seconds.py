@@ -19,6 +19,7 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
+    is_products,
     is_sequence_issue,
     is_sequence_wait,
     is_trip,
@@ -129,11 +130,11 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
         return cost.busy_seconds(**_message(bucket_of(bsym))) + wire_seconds(cost, bsym)
     if is_wait(bsym):
         return wire_seconds(cost, bsym)
-    if is_free(bsym):
-        return 0.0
-    if (called := block_function(bsym)) is not None:
-        return block_seconds(cost, called).total
     busy = cost.busy_seconds(**_sequence(bsym)) if is_sequence_issue(bsym) else 0.0
+    if is_free(bsym):
+        return busy
+    if (within := seconds_within(cost, bsym)) is not None:
+        return within.total
     return busy + cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
 
 
@@ -148,7 +149,7 @@ class Sent(NamedTuple):
 
 
 class BlockSeconds(NamedTuple):
-    """The seconds of a block's function, and its collectives in order of issue."""
+    """The seconds of a line that has collectives inside, and these in order of issue."""
 
     total: float
     sent: Sequence[Sent]
@@ -174,11 +175,44 @@ def _in_order(cost: CostModel, lines: Iterable[BoundSymbol]) -> BlockSeconds:
         if is_sequence_wait(bsym):
             at = places[bsym.args[0].name]
             sent[at] = sent[at]._replace(exposed=clock.wait(Flight(sent[at].start, sent[at].stop)))
-        elif (called := block_function(bsym)) is not None:
-            inner = block_seconds(cost, called).sent
-            sent += [s._replace(start=clock.now + s.start, stop=clock.now + s.stop) for s in inner]
+        elif (within := seconds_within(cost, bsym)) is not None:
+            sent += [s._replace(start=clock.now + s.start, stop=clock.now + s.stop) for s in within.sent]
         clock.compute(compute_seconds(cost, bsym))
     return BlockSeconds(clock.now, sent)
+
+
+def seconds_within(cost: CostModel, bsym: BoundSymbol) -> BlockSeconds | None:
+    """A line that calls a block, or computes products while their rows travel; None for other lines."""
+    if (called := block_function(bsym)) is not None:
+        return block_seconds(cost, called)
+    return products_seconds(cost, bsym.subsymbols, bsym.args[2].pieces) if is_products(bsym) else None
+
+
+def products_seconds(cost: CostModel, lines: Iterable[BoundSymbol], pieces: int) -> BlockSeconds:
+    """Products beside the collective of their rows, of which each rank's travel in so many pieces. ``lines`` are both.
+    Each piece is copied to its place: of the results, and of rows that do not lie one behind the other."""
+    (issue,), (wait,) = (list(filter(f, lines)) for f in (is_sequence_issue, is_sequence_wait))
+    ranks, gathers = part_at(issue).plan.ranks, not ISSUED[issue.sym.id].adds
+    count, overhead = ranks * pieces, cost.device.overhead
+    # an all_gather of so many bytes takes as long as one piece from its rank to all, or from all to its rank
+    size = sequence_bytes(issue) // ((ranks - 1) * pieces)
+    travels, each = cost.collective_seconds(size, ranks), cost.busy_seconds(size, ranks)
+    for bsym in lines:
+        if not (is_sequence_issue(bsym) or is_sequence_wait(bsym) or is_free(bsym)):
+            made, moved = bytes_made(bsym), bytes_moved(bsym)
+            copied = 2 * made if gathers else 0 if is_free(issue) else 2 * (moved - made)
+            each += overhead + (cost.compute_seconds(work(bsym), moved + copied, made) - overhead) / count
+    if gathers:  # a rank's own pieces are there
+        each += compute_seconds(cost, wait) / count
+        now, start, stop = pieces * each, 0.0, count * travels
+        for n in range(count):
+            now = max(now, (n + 1) * travels) + each if n % ranks else now
+    else:
+        start, stop = each, 0.0
+        for n in range(count):
+            stop = max(stop, (n + 1) * each) + travels
+        now = stop
+    return BlockSeconds(now, [Sent(issue, start, stop, now - count * each)])
 
 
 def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:

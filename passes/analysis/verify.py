@@ -57,6 +57,7 @@ from passes.analysis.recognise import (
     is_deletion,
     is_gather,
     is_issue,
+    is_products,
     is_offload,
     is_return,
     is_sequence_issue,
@@ -167,6 +168,8 @@ def actions(trace: TraceCtx, streams: Streams | None = None) -> Iterator[Work | 
             yield from streams.issue(i, bsym)
         elif bsym.sym.id in AWAITED:
             yield from streams.wait(i, bsym)
+        elif is_products(bsym):
+            yield from streams.products(i, bsym)
         elif ends_copies(bsym):
             yield from (Wait(i, HOST, copy) for copy in streams.copies)
             streams.copies.clear()
@@ -197,6 +200,14 @@ class Streams:
         read, written = self.memory(sources), self.memory(names(bsym.flat_proxy_outs))
         return Work(i, COMPUTE, read, (written - read) | self.memory(updated_by(bsym)))
 
+    def products(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
+        """A line that sends what it reads and makes, and waits for all that is sent."""
+        work, messages = self.compute(i, bsym), f"products.{i}"
+        yield Wait(i, messages, COMPUTE)
+        yield Work(i, messages, work.reads, work.writes)
+        yield Wait(i, COMPUTE, messages)
+        yield work
+
     def freed(self, values: Iterable[str]) -> frozenset[str]:
         found = set()
         for name in values:
@@ -221,7 +232,8 @@ class Streams:
         sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
         self._name(bsym, f"{future}.received")
         direct = of_bucket and of.plan.direct
-        in_place = op.takes == "part" or direct  # may be sent from where it is
+        in_order = op.carries == "value" and of.is_in_order(tuple(bsym.args[0].shape))
+        in_place = op.takes == "part" or direct or in_order  # may be sent from where it is
         if in_place:
             self._kept |= given  # by the caller, the future, or the allocator (Tensor.record_stream)
         if op.carries == "copy":

@@ -22,8 +22,9 @@ the mean over ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.comm.messages import InFlight
 from passes.comm.symbols import CollectiveOp, Held, Property, symbol
@@ -85,6 +86,17 @@ class Part(ContextObject):
         """The shape of the whole value of which a part has this shape."""
         d = self.split.dim
         return (*shape[:d], self.split.size, *shape[d + 1 :])
+
+    def is_in_order(self, shape: tuple[int, ...]) -> bool:
+        """Whether the parts of all ranks lie one behind the other in a value of this shape."""
+        split, plan = self.split, self.plan
+        leads = split.outer == 1 and math.prod(shape[: split.dim]) == 1
+        return leads and plan.pieces == 1 and split.length % plan.ranks == 0
+
+    def is_of_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether each rank has as many rows of a value of this shape, one range of each block."""
+        split, plan = self.split, self.plan
+        return split.dim < len(shape) - 1 and not split.sections and plan.pieces == 1 and split.length % plan.ranks == 0
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """A whole value as (before, outer, length, after)."""
@@ -174,27 +186,27 @@ def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
 
 
 def _in_order(received: torch.Tensor, part: Part) -> torch.Tensor:
-    """The parts of all ranks, (ranks, *part), put together."""
-    ranks, split, shape = part.plan.ranks, part.split, received.shape[1:]
-    size, end = part.plan.chunk(split.length), split.length
-    # (before, outer, ranks, pieces, chunk, after)
-    by_rank = torch.stack([part.chunks(x) for x in received.unbind(0)], 2)
-    firsts, *seconds = by_rank.unbind(3)
-    in_order = torch.cat([firsts, *(chunks.flip(2) for chunks in seconds)], 2)
-    before, outer, _, _, after = in_order.shape
-    rows = in_order.view(before, outer, part.plan.pieces * ranks * size, after)[:, :, :end]
-    return _of_blocks(rows, split, part.whole_shape(tuple(shape))).contiguous()  # as PyTorch's own modules expect it
+    """The parts of all ranks, (ranks, *part), put together; the same memory if they lie there in order."""
+    ranks, pieces, split = part.plan.ranks, part.plan.pieces, part.split
+    size = part.plan.chunk(split.length)
+    chunks = _in_blocks(received, split._replace(dim=split.dim + 1), pieces * size).unflatten(2, (pieces, size))
+    # (before, outer, ranks, chunk, after)
+    firsts, *seconds = chunks.unflatten(0, (ranks, -1)).movedim(0, 2).unbind(3)
+    in_order = torch.cat([firsts, *(s.flip(2) for s in seconds)], 2) if seconds else firsts
+    rows = in_order.flatten(2, 3)[:, :, : split.length]
+    whole = _of_blocks(rows, split, part.whole_shape(tuple(received.shape[1:])))
+    return whole.contiguous()  # as PyTorch's own modules expect it
 
 
 def _by_rank(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """The parts for all ranks, (ranks, before, outer, pieces, chunk, after), padded with zeros."""
+    """The parts for all ranks, (ranks, before, outer, pieces, chunk, after), padded with zeros; the memory of the value
+    if they lie there in order."""
     ranks, pieces, size = part.plan.ranks, part.plan.pieces, part.plan.chunk(part.split.length)
     rows = part.rows(whole)
     if missing := pieces * ranks * size - part.split.length:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    before, outer, _, after = rows.shape
-    firsts, *seconds = rows.reshape(before, outer, pieces * ranks, size, after).split(ranks, 2)
-    by_rank = torch.stack([firsts, *(chunks.flip(2) for chunks in seconds)], 3)
+    firsts, *seconds = rows.unflatten(2, (pieces * ranks, size)).split(ranks, 2)
+    by_rank = torch.stack([firsts, *(s.flip(2) for s in seconds)], 3) if seconds else firsts.unsqueeze(3)
     return by_rank.movedim(2, 0).contiguous()
 
 
@@ -298,6 +310,109 @@ def bytes_of(op: CollectiveOp, x: TensorProxy, part: Part) -> int:
         return int(numel * x.dtype.bytes)
     local = math.prod(part.local_shape(tuple(x.shape))) if op.adds else numel
     return int(local * part.plan.ranks * x.dtype.bytes)
+
+
+# ---- products beside a collective of their rows ----
+
+
+class Product(NamedTuple):
+    """A product that computes each row of its result from one row of an operand: the ``function`` with the rows as
+    argument ``at``. The other arguments are those of these numbers among the ``others`` of the line."""
+
+    function: Callable[..., torch.Tensor]
+    at: int
+    others: tuple[int, ...]
+
+    def __call__(self, rows: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        args = [others[i] for i in self.others]
+        return self.function(*args[: self.at], rows, *args[self.at :])
+
+
+class Products(ContextObject):
+    """The products of a line, and the shapes of their results. They are called ``name``.
+
+    Each rank's rows travel in so many ``pieces``, the first pieces of all ranks first.
+    """
+
+    def __init__(
+        self, name: str, products: Sequence[Product], shapes: Sequence[tuple[int, ...]], pieces: int = 1
+    ) -> None:
+        super().__init__(name, self)
+        self.products, self.shapes, self.pieces = tuple(products), tuple(shapes), pieces
+
+    def order(self, part: Part) -> list[tuple[int, int]]:
+        """The ranks and the numbers of pieces, in the order in which they travel."""
+        return [(rank, piece) for piece in range(self.pieces) for rank in range(part.plan.ranks)]
+
+    def by_piece(self, x: torch.Tensor, part: Part, like: tuple[int, ...], ranks: int) -> torch.Tensor:
+        """The rows of so many ranks as (ranks, pieces, before, rows, columns), in the memory of ``x`` if that is
+        contiguous. ``like`` is the shape of a value that is split so, whole or in parts: ``x`` may be flattened."""
+        split, size = part.split, part.split.length // (part.plan.ranks * self.pieces)
+        before, inner = math.prod(like[: split.dim]) * split.outer, split.inner * math.prod(like[split.dim + 1 : -1])
+        rows = x.reshape(before, ranks, self.pieces, size * inner, x.shape[-1])
+        return rows.permute(1, 2, 0, 3, 4)
+
+
+def _broadcast(rows: torch.Tensor, root: int, part: Part) -> InFlight:
+    with part.plan.runtime.communicating(part.label):
+        return InFlight([dist.broadcast(rows, group=_group(part), group_src=root, async_op=True)], rows, rows)
+
+
+def _reduce(rows: torch.Tensor, root: int, part: Part) -> InFlight:
+    with part.plan.runtime.communicating(part.label):
+        return InFlight([dist.reduce(rows, group=_group(part), group_dst=root, async_op=True)], rows, rows)
+
+
+def _gather_products(x: torch.Tensor, part: Part, of: Products, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The whole of ``x``, and the products of its rows. Each rank broadcasts its own. The others' are multiplied when
+    they have arrived, while the next ones travel."""
+    ranks, mine, order, like = part.plan.ranks, part.plan.rank, of.order(part), tuple(x.shape)
+    whole = x.new_empty(part.whole_shape(like))
+    places = of.by_piece(whole, part, like, ranks)
+    rows = places if places.shape[2] == 1 else torch.empty_like(places, memory_format=torch.contiguous_format)
+    rows[mine] = of.by_piece(x, part, like, 1)[0]
+    futures = [_broadcast(rows[at], at[0], part) for at in order]
+    made: list[torch.Tensor] = []
+    for n in sorted(range(len(order)), key=lambda n: order[n][0] != mine):
+        at = order[n]
+        if at[0] != mine:
+            _wait(futures[n], part)
+        if rows is not places:
+            places[at] = rows[at]
+        found = [product(rows[at].flatten(0, 1), others) for product in of.products]
+        made = made or [y.new_empty(shape) for y, shape in zip(found, of.shapes, strict=True)]
+        for into, y in zip(made, found, strict=True):
+            place = of.by_piece(into, part, like, ranks)[at]
+            place.copy_(y.view(place.shape))
+    for future in futures[mine::ranks]:
+        _wait(future, part)
+    return whole, *made
+
+
+def _sum_products(x: torch.Tensor, part: Part, of: Products, *others: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of a product. Each rank is sent its rows while the next are computed."""
+    (product,), (shape,) = of.products, of.shapes
+    rows, futures = of.by_piece(x, part, shape, part.plan.ranks), list[InFlight]()
+    for rank, piece in of.order(part):
+        y = product(rows[rank, piece].flatten(0, 1), others).contiguous()
+        futures.append(_reduce(y, rank, part))
+    for future in futures:
+        _wait(future, part)
+    mine = [future.received for future in futures[part.plan.rank :: part.plan.ranks]]
+    if len(mine) == 1:
+        return mine[0].view(shape)
+    total = mine[0].new_empty(shape)
+    for place, y in zip(of.by_piece(total, part, shape, 1)[0], mine, strict=True):
+        place.copy_(y.view(place.shape))
+    return total
+
+
+gather_products = symbol("all_gather_products", None, _gather_products, properties=Property.NONE)
+sum_products = symbol("reduce_scatter_products", None, _sum_products, properties=Property.NONE)
+PRODUCTS = gather_products.id, sum_products.id
+
+
+# ---- the symbols that autodiff sees ----
 
 
 def _copy(x: TensorProxy, *_: Any) -> TensorProxy:

@@ -205,7 +205,7 @@ def _profiled(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def symbol(
     name: str,
-    meta: Callable[..., Any],
+    meta: Callable[..., Any] | None,
     fn: Callable[..., Any] | None,
     *,
     properties: Property = Property.FREE,

@@ -130,7 +130,9 @@ def _drop(record: logging.LogRecord) -> bool:
     return False
 
 
-def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **options: Any) -> Symbol:
+def symbol_that_calls(
+    name: str, meta: Callable[..., Any] | None, fn: Callable[..., Any] | None, **options: Any
+) -> Symbol:
     """A symbol whose lines call ``fn``. ``options`` are those of Thunder's ``Symbol``."""
 
     def bind(bsym: BoundSymbol) -> None:

@@ -37,6 +37,7 @@ from passes.analysis.recognise import (
     TRIPS,
     bucket_of,
     is_issue,
+    is_products,
     is_sequence_issue,
     part_at,
 )
@@ -159,6 +160,16 @@ class _Group:
 
         return self._meet([piece.clone() for piece in given], finish)
 
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Work:
+        return self._meet(tensors[0].clone(), lambda found: _copy(tensors[0], found[options.rootRank]))
+
+    def reduce(self, tensors: Sequence[torch.Tensor], options: Any) -> _Work:
+        def finish(found: list[torch.Tensor]) -> None:
+            is_root = options.rootRank == self._rank
+            _copy(tensors[0], self._total(found, options) if is_root else torch.full_like(tensors[0], 7.0))
+
+        return self._meet(tensors[0].clone(), finish)
+
     all_gather_single = _allgather_base  # as torch 2.13 names them
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
@@ -241,14 +252,20 @@ def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
     for trace in (*traces, *(called.trace for called in block_functions(*traces))):
         waits = {b.args[0].name: b for b in trace.bound_symbols if b.sym.id in AWAITED}
         for line in trace.bound_symbols:
-            if not (is_issue(line) or is_sequence_issue(line)) or _is_by_a_users_wire(line):
+            case: Any
+            if is_products(line):
+                find, case = _found_of_products, _beside(line)
+            elif (is_issue(line) or is_sequence_issue(line)) and not _is_by_a_users_wire(line):
+                wait = waits[line.output.name]
+                find, case = (
+                    (_found, _case(line, wait)) if is_issue(line) else (_found_of_sequence, _exchange(line, wait))
+                )
+            else:
                 continue
-            wait = waits[line.output.name]
-            case = _case(line, wait) if is_issue(line) else _exchange(line, wait)
             if case in seen:
                 continue
             seen.add(case)
-            if text := _outcome(_found if isinstance(case, Case) else _found_of_sequence, case):
+            if text := _outcome(find, case):
                 yield f"{line.sym.name} does not do what its law says: {text}"
 
 
@@ -489,6 +506,56 @@ def _found_of_sequence(case: Exchange) -> str:
             found, expected = found[:, :, inside], expected[:, :, inside]
         if not torch.equal(found, expected):
             return f"rank {rank} gets {found.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
+    return ""
+
+
+# ---- products beside a collective of their rows ----
+
+
+class Beside(NamedTuple):
+    """Everything that decides what a line with products computes, except for these."""
+
+    run: Any
+    gathers: bool
+    ranks: int
+    pieces: int
+    leads: bool  # whether the rows are the first dim
+
+
+def _beside(line: BoundSymbol) -> Beside:
+    part, of = line.args[1:3]
+    gathers = line.sym.id == sequence.gather_products.id
+    return Beside(function_of(line), gathers, min(part.plan.ranks, 3), of.pieces, part.split.dim == 0)
+
+
+@lru_cache(maxsize=64)
+def _found_of_products(case: Beside) -> str:
+    """As ``_found``: rank r has rows r k to (r + 1) k of a value, or gets those of the sum of products over ranks."""
+    draw, count, dim = torch.Generator().manual_seed(0), 2 * case.ranks * case.pieces, 0 if case.leads else 1
+    before = (count, 2) if case.leads else (2, count)
+    shapes = [(*before, 3), (3, 4), (5,), (3, 5)]  # of rows, and of the other operands of two products
+    given = [[torch.randint(-8, 9, s, generator=draw).float() for s in shapes] for _ in range(case.ranks)]
+    if case.gathers:
+        given = [given[0]] * case.ranks
+    first = sequence.Product(lambda x, w: x @ w, 0, (0,))
+    second = sequence.Product(lambda b, x, w: b + x @ w, 1, (1, 2))
+
+    def run(rank: int, runtime: PlainRuntime) -> Any:
+        part = Part(ContextPlan(case.ranks, rank, pieces=1, runtime=runtime), Split.along(dim, count))
+        x, *others = given[rank]
+        if case.gathers:
+            x, products, shapes = x.chunk(case.ranks, dim)[rank], [first, second], [(*before, 4), (2 * count, 5)]
+        else:
+            products, shapes = [first], [part.local_shape((*before, 4))]
+        return case.run(x.contiguous(), part, sequence.Products("products", products, shapes, case.pieces), *others)
+
+    x, w, b, v = given[0]
+    of_all, total = (x, x @ w, b + (x @ v).flatten(0, 1)), torch.stack([x @ w for x, w, *_ in given]).sum(0)
+    for rank, found in enumerate(_on_ranks(case.ranks, run)):
+        expected = of_all if case.gathers else (total.chunk(case.ranks, dim)[rank],)
+        for f, e in zip(found if case.gathers else (found,), expected, strict=True):
+            if not torch.equal(f, e):
+                return f"rank {rank} gets {f.flatten()[:4].tolist()} ... for {e.flatten()[:4].tolist()} ..."
     return ""
 
 

@@ -35,7 +35,7 @@ from passes.analysis.recognise import (
     bucket_of,
 )
 from passes.blocks import release
-from passes.comm.sequence import cut, widen
+from passes.comm.sequence import PRODUCTS, cut, widen
 from passes.comm.symbols import (
     accumulate,
     accumulated,
@@ -46,6 +46,7 @@ from passes.comm.symbols import (
     wait_copies,
 )
 from passes.gradients import Uses, mark_unused, unless_unused
+from passes.overlap import not_in_pieces
 from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
 from passes.plan.runtime import Sources
 from passes.proof.program import HOLE, Arguments, Evaluation, Law, Numbers, UnprovenError, Values, name_results
@@ -328,6 +329,15 @@ def _outputs_of(numbers: Numbers, uses: Uses) -> Sources:
     return frozenset(found)
 
 
+def _in_pieces(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    """Products beside the collective of their rows have the values of their lines."""
+    inside = {a.name: values[a.name] for a in line.flat_proxy_args}
+    evaluation.run(evaluation.program(line, line.subsymbols).steps, inside)
+    if text := not_in_pieces(line):
+        raise UnprovenError(f"products are not those of their lines: {text}", line)
+    name_results(line.output, evaluation.value(line.output, inside), values)
+
+
 def _nothing(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     pass
 
@@ -345,6 +355,7 @@ LAWS: dict[Hashable, Law] = {
     accumulate.id: _accumulate,
     mark_unused.id: _marked,
     unless_unused.id: _unless_unused,
+    **dict.fromkeys(PRODUCTS, _in_pieces),
     **dict.fromkeys((check_ranks.id, note.id, wait_copies.id, release.id), _nothing),
 }
 

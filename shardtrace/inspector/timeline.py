@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from passes.analysis.calls import block_function
 from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import (
     AWAITED,
@@ -28,7 +27,7 @@ from passes.analysis.recognise import (
     is_trip,
     part_at,
 )
-from passes.analysis.seconds import Clock, Flight, block_seconds, compute_seconds, link_of
+from passes.analysis.seconds import Clock, Flight, compute_seconds, link_of, seconds_within
 from passes.compat.jit import symbol_that_calls
 from passes.plan import CostModel, HostMemory
 
@@ -119,18 +118,18 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=clock.wait(Flight(span.start, span.stop))))
         else:
-            spans += _of_block(bsym, i, clock.now, cost, links)
+            spans += _inside(bsym, i, clock.now, cost, links)
         clock.compute(compute_seconds(cost, bsym))
     return Timeline([*starts, clock.now], sorted(spans, key=lambda span: span.start), links.names)
 
 
-def _of_block(
+def _inside(
     bsym: BoundSymbol, line: int, begin: float, cost: CostModel, links: _Links, seconds: float | None = None
 ) -> Iterator[Span]:
-    """The collectives of the block that a line calls, if it calls one. ``seconds`` is what it took, if known."""
-    if (called := block_function(bsym)) is None:
+    """The collectives inside of a line. ``seconds`` is what it took, if known."""
+    if (within := seconds_within(cost, bsym)) is None:
         return
-    total, sent = block_seconds(cost, called)
+    total, sent = within
     scale = 1.0 if seconds is None or not total else seconds / total
     for s in sent:
         span = links.span(s.issue, line, begin + s.start * scale, begin + s.stop * scale)
@@ -147,7 +146,7 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
         else:
-            spans += _of_block(bsym, i, starts[i], cost, links, seconds[i])
+            spans += _inside(bsym, i, starts[i], cost, links, seconds[i])
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_functions
 from passes.analysis.flops import flops, useful_flops
-from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
+from passes.analysis.liveness import KINDS, LineMemory, issues, on_host, step_liveness
 from passes.analysis.recognise import (
     away_at,
     bucket_of,
@@ -247,8 +246,7 @@ def _cotangents(backward: TraceCtx) -> int:
 def memory_reserved(step: Sequence[TraceCtx], tensors: int, hardware: Hardware) -> dict[str, int]:
     """The bytes that a device needs beside those of tensors, by kind."""
     groups = {bucket_of(b).plan.axis for t in step for b in t.bound_symbols if is_issue(b)}
-    traces = [*step, *(called.trace for t in step for called in block_functions(t))]
-    groups |= {part_at(b).plan.axis for t in traces for b in t.bound_symbols if is_sequence_issue(b)}
+    groups |= {part_at(b).plan.axis for t in step for b in issues(t) if is_sequence_issue(b)}
     found = {
         "context": hardware.context,
         "communicators": len(groups) * hardware.communicator,

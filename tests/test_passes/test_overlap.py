@@ -1,11 +1,22 @@
-"""Where collectives of values are issued and waited for, and which lines run in between."""
+"""Where collectives of values are issued and waited for, and which lines run in between or beside them."""
 
+from collections import Counter
+from itertools import product
+
+import shardtrace
+from passes.analysis.calls import block_functions
+from passes.analysis.recognise import is_products
 from passes.comm import sequence
-from passes.overlap import overlap_sequence
+from passes.overlap import not_in_pieces, overlap_sequence, rows_at
 from passes.plan import CostModel, Device, Link
 from passes.plan.plan import ContextPlan, Split
+from passes.proof import certificates
+from shardtrace import CompilePolicy
 
 import pytest
+import thunder
+import torch
+from contexts import VOCAB, gpt, mesh_of
 from thunder import torch as ltorch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
@@ -111,3 +122,95 @@ def test_a_line_moves_once():
         return beside, after, ltorch.exp(first), ltorch.exp(second)
 
     assert order(write) == "m<me<es>e>e"
+
+
+# ---- products in pieces ----
+
+
+def compiled(latency=0.0, **options):
+    """A step of a GPT on two ranks, where products take as long as the rows that travel."""
+    cost = CostModel(Link(1e6, latency), Device(1e6, 1e6, bandwidth=1e12, overhead=0.0))
+    policy = CompilePolicy(cost_model=cost, **options)
+    mesh = mesh_of((1, 2), "tensor")
+    model = shardtrace.fsdp(gpt(layers=2), mesh=mesh, tensor_parallel="tensor", compile_policy=policy)
+    x = torch.randint(VOCAB, (4, 8))
+    jitted = thunder.jit(model)
+    jitted(x, x).backward()
+    return jitted
+
+
+def lines_of(jitted):
+    traces = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+    bodies = [*traces, *(called.trace for called in block_functions(*traces))]
+    return [b for body in bodies for b in body.bound_symbols]
+
+
+def test_products_are_computed_while_their_rows_travel(fake_ranks):
+    fake_ranks(2)
+    jitted = compiled()
+    found = Counter(b.sym.name for b in lines_of(jitted) if is_products(b))
+    assert set(found) == {"all_gather_products", "reduce_scatter_products"}
+    assert shardtrace.prove(jitted).verdict == "proven"
+    apart = compiled(disable_passes=["overlap_sequence"])
+    assert sorted(shardtrace.collectives(jitted)) == sorted(shardtrace.collectives(apart))
+    sooner, later = (shardtrace.inspect(m).totals.seconds for m in (jitted, apart))
+    assert sooner < later
+
+
+def test_products_are_not_cut_where_each_piece_waits_for_a_link(fake_ranks):
+    fake_ranks(2)
+    assert not any(map(is_products, lines_of(compiled(latency=1e3))))
+
+
+def other_part(line):
+    part = line.args[1]
+    return replaced(line, 1, sequence.Part(part.plan, Split.along(1, part.split.length)))
+
+
+def replaced(line, at, value):
+    return line.from_bsym(args=(*line.args[:at], value, *line.args[at + 1 :]))
+
+
+def with_products(line, change):
+    of = line.args[2]
+    return replaced(line, 2, sequence.Products("changed", *change(list(of.products), list(of.shapes)), of.pieces))
+
+
+CHANGES = {
+    "rows": lambda line: replaced(line, 0, line.args[-1]),
+    "an operand": lambda line: replaced(line, 3, line.args[0]),
+    "part": other_part,
+    "function": lambda line: with_products(line, lambda p, s: ([p[0]._replace(function=torch.add), *p[1:]], s)),
+    "place of the rows": lambda line: with_products(line, lambda p, s: ([p[0]._replace(at=1), *p[1:]], s)),
+    "shape": lambda line: with_products(line, lambda p, s: (p, [tuple(reversed(s[0])), *s[1:]])),
+    "lines": lambda line: line.from_bsym(subsymbols=[b for b in line.subsymbols if rows_at(b) is None]),
+}
+
+
+def test_a_line_whose_products_are_not_those_of_its_lines_is_found(fake_ranks):
+    fake_ranks(2)
+    lines = {b.sym.name: b for b in lines_of(compiled()) if is_products(b)}
+    for line in lines.values():
+        assert not_in_pieces(line) == ""
+        for name, change in CHANGES.items():
+            assert not_in_pieces(change(line)), (line.sym.name, name)
+
+
+def found_of_products(gathers, pieces=2, leads=True):
+    certificates._found_of_products.cache_clear()
+    function = sequence._gather_products if gathers else sequence._sum_products
+    return certificates._found_of_products(certificates.Beside(function, gathers, 3, pieces, leads))
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_products_in_pieces_do_what_their_lines_do(gathers, monkeypatch):
+    for pieces, leads in product((1, 4), (True, False)):
+        assert found_of_products(gathers, pieces, leads) == ""
+    send = "_broadcast" if gathers else "_reduce"
+    right = getattr(sequence, send)
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence, send, lambda rows, root, part: right(rows, (root + 1) % 3, part))
+        assert "rank 0 gets" in found_of_products(gathers)
+    monkeypatch.setattr(sequence, "_wait", lambda future, part: None)
+    assert "rank 0 gets" in found_of_products(gathers)
+    certificates._found_of_products.cache_clear()

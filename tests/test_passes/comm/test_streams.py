@@ -12,13 +12,26 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import shardtrace  # noqa: F401
-from passes.analysis.recognise import is_trip
+from passes.analysis.recognise import is_products, is_trip
 from passes.analysis.verify import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
 from passes.comm import activations, cuts, direct, messages, native, quantized, sequence, symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
+from passes.kernels.aten import symbol_of
 from passes.overlap import overlap_sequence
-from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, runtime
+from passes.plan import (
+    Bucket,
+    BucketPlan,
+    CostModel,
+    Device,
+    Link,
+    Member,
+    Placement,
+    PlainRuntime,
+    ShardedParameter,
+    Wire,
+    runtime,
+)
 from passes.plan.plan import ContextPlan, Split
 from passes.schedule import wait_copies
 
@@ -93,6 +106,8 @@ def cut_of(shape, number, seats):
 def program_of(recorder, *, backward=True, **options):
     if "length" in options:
         return sequence_program(recorder, **options)
+    if "rows" in options:
+        return rows_program(recorder, **options)
     if "away" in options:
         return trip_program()
     return program(bucket_of_case(recorder, **options), backward=backward)
@@ -146,6 +161,24 @@ def sequence_program(recorder, *, length, batch=2, ranks=3, direct=False):
             (y,) = compute_with((y,))
             (x,) = compute_with((moved,))
         prims.python_return((x, y))
+    return overlap_sequence(trace)
+
+
+def rows_program(recorder, *, rows, batch=1, latency=0.0):
+    """Two products between a gather of rows and a sum of them, in pieces if links have no latency."""
+    cost = CostModel(Link(1e6, latency), Device(1.0, 1.0, bandwidth=1e15, overhead=0.0))
+    runtime = PlainRuntime(RecordedGroup(recorder, RANK, 3))
+    part = sequence.Part(ContextPlan(3, RANK, pieces=1, runtime=runtime, cost=cost), Split(0, batch, rows, 1))
+    mm, trace = symbol_of(torch.ops.aten.mm.default), TraceCtx()
+    with tracectx(trace):
+        shapes = {"x": part.local_shape((batch * rows, 4)), "w": (4, 4), "v": (4, 4)}
+        trace.args = x, w, v = [
+            TensorProxy(name, shape=shape, device=CUDA, dtype=dtypes.float32) for name, shape in shapes.items()
+        ]
+        for a in trace.args:
+            prims.unpack_trivial(a, name=a.name)
+        (h,) = compute_with((sequence.GATHER(x, part),)) if latency else (sequence.GATHER(x, part),)
+        prims.python_return(compute_with((sequence.SCATTER(mm(mm(h, w), v), part), h)))
     return overlap_sequence(trace)
 
 
@@ -224,6 +257,10 @@ CASES = {
     "sequence, batch of one": {"length": 12, "batch": 1},
     "sequence, direct": {"length": 12, "direct": True},
     "sequence, direct, padded": {"length": 13, "direct": True},
+    "sequence, rows": {"rows": 6, "latency": 1e3},
+    "sequence, blocks of rows": {"rows": 6, "batch": 2, "latency": 1e3},
+    "sequence, products": {"rows": 12},
+    "sequence, products of blocks of rows": {"rows": 12, "batch": 2},
     "host, activations": {"away": True},
 }  # fmt: skip
 
@@ -259,6 +296,8 @@ def streams_of(trace, events):
             messages, copies = ({s for s in there if s.startswith(kind)} for kind in ("collective", "stream"))
             found[bsym.output.name] = messages or copies or ({COMPUTE} if not is_trip(bsym) else set())
             found[f"{bsym.output.name}.copy"] = copies
+        elif is_products(bsym):
+            found[f"products.{i}"] = {e.stream for e in events if e.line == i} - {COMPUTE, HOST}
     return found
 
 

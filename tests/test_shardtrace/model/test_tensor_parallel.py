@@ -4,6 +4,7 @@ import copy
 from functools import partial
 
 import shardtrace
+from passes.plan import CostModel, Device, Link
 from shardtrace import CommPolicy, CompilePolicy, ContextParallel
 
 import pytest
@@ -153,6 +154,8 @@ def of_first(model, x, y):
     return F.cross_entropy(model(x)[0].flatten(0, 1).float(), y.flatten())
 
 
+# Of products so large that they are computed while their rows travel
+LARGE = CostModel(Link(1e6, latency=0.0), Device(1e6, 1e6, bandwidth=1e12, overhead=0.0))
 OPTIONS = {
     "bf16": {"mp_policy": "bf16", "tolerance": 3e-2},
     "int8": {"comm_policy": CommPolicy(gather_dtype="int8"), "build": partial(Tokens, width=64), "tolerance": 3e-2},
@@ -162,6 +165,7 @@ OPTIONS = {
     "without gradients": {"build": Unread, "loss_of": of_first},
     "without gradients, added up": {"build": Unread, "loss_of": of_first, "micro": 2},
     "without gradients, not split": {"build": Unread, "loss_of": of_first, "sharding_strategy": "ddp"},
+    "products in pieces": {"rows": 4, "compile_policy": CompilePolicy(cost_model=LARGE)},
     "experts": {"build": partial(Mixture, turns=True), "loss_of": inside, "optimizer": adamw, "compile_policy": LOSS},
 }
 
