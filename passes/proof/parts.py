@@ -33,6 +33,7 @@ from passes.analysis.dims import (
 )
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
 from passes.comm import sequence as comm
+from passes.kernels.aten import OF_MEMORY
 from passes.kernels.attention import CausalAttention
 from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
@@ -217,6 +218,11 @@ class _Proof:
             if source.kind != "whole":
                 raise UnknownForm(f"{printed(line)} writes {source.kind}{place(line)}")
             self.writes.append((source.number, target.number))
+        if call is not None and call.name in OF_MEMORY:
+            raise UnknownForm(
+                f"{printed(line)} picks elements by where they lie, and parts that are put together may lie otherwise"
+                f"{place(line)}"
+            )
         if (result := self._with_bias(call, operands)) is not None:
             return [operands[0]._replace(number=result)]
         found = self._vocabulary(line, call, operands) or self._loss(line, call, operands)
