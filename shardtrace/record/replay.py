@@ -43,6 +43,7 @@ from shardtrace.record.memory import Memory, Values, covers
 from shardtrace.record.symbols import (
     NotTrusted,
     check_as_eager,
+    is_of_user,
     name_of,
     of_memory,
     out_of_place,
@@ -277,7 +278,7 @@ class Replay:
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(
             function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
-            autocast=call.autocast, random=call.random,
+            autocast=call.autocast, random=call.random, of_user=is_of_user(call.function),
         )  # fmt: skip
         return list(new), old
 

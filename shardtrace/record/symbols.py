@@ -150,6 +150,13 @@ def of_memory(function: Callable[..., Any]) -> str:
     return name if name in OF_MEMORY else ""
 
 
+def is_of_user(function: Callable[..., Any]) -> bool:
+    """True for a function that is none of torch's."""
+    if isinstance(function, OPERATOR):
+        return function.namespace not in ("aten", "prims")
+    return resolve_name(function) is None
+
+
 @functools.cache
 def is_method(function: Callable[..., Any]) -> bool:
     """True for a method or property of torch.Tensor."""

@@ -233,6 +233,30 @@ def written(h):
     return h
 
 
+class OfTheUser(torch.autograd.Function):
+    """Takes for granted how its argument lies, as a kernel may."""
+
+    @staticmethod
+    def forward(ctx, x):
+        B, D, T = x.shape
+        return x.as_strided((B, T, D), (T * D, D, 1)) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad.mT
+
+
+@torch.library.custom_op("shardtrace_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    B, D, T = x.shape
+    return x.as_strided((B, T, D), (T * D, D, 1)) * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x.mT, memory_format=torch.contiguous_format)
+
+
 # elements by where they lie in memory
 LYING = {
     "overlapping": overlapping,
@@ -244,6 +268,8 @@ LYING = {
     "beyond": lambda h: h[:, 1:5].as_strided(h.shape, h.stride(), 0) + h,
     "detached": lambda h: h.detach().mT.as_strided(h.shape, h.stride()) + h,
     "written": written,
+    "of the user": lambda h: OfTheUser.apply(h.mT),
+    "operator of the user": lambda h: doubled(h.detach().mT) + h,
 }
 
 
