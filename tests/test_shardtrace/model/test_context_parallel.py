@@ -214,6 +214,20 @@ class Sliced(Tokens):
         return self.head(F.pad(h[:, :-1], (0, 0, 1, 0)) + h.select(1, -1)[:, None])
 
 
+class Counted(Tokens):
+    """Positions that leave out a token, as RoBERTa's."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.positions = nn.Embedding(64, 16)
+
+    def forward(self, x):
+        seen = x.ne(3).int()
+        return self.head(
+            self.layers[0](self.embedding(x) + self.positions((seen.cumsum(1).type_as(seen) * seen).long()))
+        )
+
+
 def overlapping(h):
     """Windows of four positions, as Longformer's. With one sequence ``q`` is no copy."""
     B, T, D = h.shape
@@ -333,6 +347,7 @@ CASES = {
     "pooled": (Pooled, inside),
     "mixing": (Mixing, of_logits),
     "sliced": (Sliced, of_logits),
+    "counted": (Counted, of_logits),
     "adapter": (WithAdapter, of_logits),
     "dict": (WithBatch, lambda model, x, y: model({"x": x, "y": y})),
     "ignored labels": (Tokens, with_ignored_labels),
