@@ -47,12 +47,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 Shape = Sequence[int]
 CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 DEFAULTS: Mapping[str, Any] = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
+# They pick elements by where they lie in memory.
+OF_MEMORY = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 # They rely on strides, and so does what torch makes of the factors of determinants; view_as_real on a conjugation that
 # is computed; the last one gives no workspace where its fake kernel does.
-UNFIT = frozenset({
-    "as_strided", "as_strided_scatter", "new_empty_strided", "_linalg_det", "_linalg_slogdet", "view_as_real",
-    "mkldnn_rnn_layer",
-})  # fmt: skip
+UNFIT = OF_MEMORY | {"new_empty_strided", "_linalg_det", "_linalg_slogdet", "view_as_real", "mkldnn_rnn_layer"}
 # The kernels of Note [Strides], by the place of the tensor whose memory format the others take. From torch's file of
 # derivatives, and from gradients in other layouts for all operators of its database.
 LAID_OUT: Mapping[str, int] = {

@@ -123,6 +123,8 @@ class TorchCall(OwnLine):
     tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
     random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place. Backward reads in
     ``unused`` which gradients of results are zeros in the place of None, and notes there those that torch gives none.
+    ``of_user``: whether the function is the user's, and may take for granted how its tensors lie in memory, as kernels
+    do: it gets them as they lay when the call was recorded.
     ``hooked``: whether hooks see what its graph saves, as torch.func inside of the function does not allow.
     """
 
@@ -138,6 +140,7 @@ class TorchCall(OwnLine):
     random: bool = False
     absent: torch.device | None = None
     unused: Unused = field(default_factory=Unused)
+    of_user: bool = False
     hooked: bool = True
 
     @cached_property
@@ -173,6 +176,8 @@ class TorchCall(OwnLine):
         return results, kind if list(map(id, returned)) == list(map(id, results)) and not self.written else None
 
     def _found_and_results(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Tensors]:
+        if self.of_user:
+            tensors = [lying_like(t, m.stride) for t, m in zip(tensors, self.inputs, strict=True)]
         flat, into = list(self.flat), {id(tensors[n]): tensors[n].clone() for n in self.written}
         for i, t in zip(self.places, tensors, strict=True):
             flat[i] = into.get(id(t), t)
@@ -474,6 +479,12 @@ def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     if t.stride() == tuple(stride):
         return t
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def lying_like(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """As :func:`laid_out`; but ``t`` if it is the same but for dims of size 1, or if elements would lie upon others."""
+    steps = [(a, b) for size, a, b in zip(t.shape, t.stride(), stride, strict=True) if size > 1]
+    return t if all(a == b for a, b in steps) or not all(b for _, b in steps) else laid_out(t, stride)
 
 
 def _view_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> InputView | None:

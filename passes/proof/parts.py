@@ -33,6 +33,7 @@ from passes.analysis.dims import (
 )
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
 from passes.comm import sequence as comm
+from passes.kernels.aten import OF_MEMORY
 from passes.kernels.attention import CausalAttention
 from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
@@ -217,6 +218,11 @@ class _Proof:
             if source.kind != "whole":
                 raise UnknownForm(f"{printed(line)} writes {source.kind}{place(line)}")
             self.writes.append((source.number, target.number))
+        if call is not None and call.name in OF_MEMORY:
+            raise UnknownForm(
+                f"{printed(line)} picks elements by where they lie, and parts that are put together may lie otherwise"
+                f"{place(line)}"
+            )
         if (result := self._with_bias(call, operands)) is not None:
             return [operands[0]._replace(number=result)]
         found = self._vocabulary(line, call, operands) or self._loss(line, call, operands)
@@ -407,7 +413,8 @@ class _Proof:
         if call.name == "ne" and kinds[0] in ("part", "filled") and not isinstance(call.args[1], TensorProxy):
             form = operands[0]
             split, fill = form.split if kinds[0] == "filled" else (form.split, None)
-            if self._even(split) or fill == call.args[1]:
+            counted = (form.number, call.args[1]) in self._ignored()
+            if counted and (self._even(split) or fill == call.args[1]):
                 return [Form("counts", form.number, call.args[1])]
         if call.name in ("to", "sum") and kinds[0] in ("counts", "rows of rank") and self._can_count(call):
             return [operands[0]._replace(kind="rows of rank" if call.name == "sum" else kinds[0])]
@@ -419,6 +426,11 @@ class _Proof:
         if call.name == "mul" and kinds[0] == "mean of ranks" and call.args[1] == 1.0 / self.plan.ranks:
             return [Form("whole", operands[0].number)]
         return None
+
+    def _ignored(self) -> set[tuple[int, Any]]:
+        """The labels of the recorded losses, by number, and the label that each leaves out."""
+        losses = ((key[1], entry.call) for key, entries in self.known.items() if key[0] == LOSS for entry in entries)
+        return {(of[1], loss_arguments(*call.args, **call.kwargs)[4]) for of, call in losses if call and len(of) > 1}
 
     def _can_count(self, call: TorchLine) -> bool:
         """Whether the dtype of a result has each number of rows that ranks may count."""

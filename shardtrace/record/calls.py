@@ -20,6 +20,7 @@ from passes.kernels.aten import Meta
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.effects import Change
 from shardtrace.record.snapshot import entries_of, slot_names
+from shardtrace.record.symbols import of_memory
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -367,6 +368,8 @@ def outline(record: Record, span: Span, uses: Uses, marks: Sequence[Mark]) -> Ou
     outside = {storage(t) for t in numbers.inputs}
     if any(storage(t) in outside for call in calls for t in call.written):
         raise Apart("it writes into tensors of others")
+    if any(of_memory(call.function) and storage(call.tensors()[0]) in outside for call in calls):
+        raise Apart("it picks elements of tensors of others by where they lie")
     exports: dict[Made, torch.Tensor] = {}
     for i, call in enumerate(calls):
         for j, t in enumerate(call.results):

@@ -10,6 +10,7 @@ from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
+from passes.analysis.recognise import names
 from passes.compat.jit import (
     add_note,
     constraints,
@@ -264,9 +265,11 @@ class Inputs:
         return self._records[path]
 
     def guard(self) -> None:
-        """Lets the prologue check the inputs. One constraint for all: Thunder compares each with all inputs."""
-        if self._added:
-            constraints().append((partial(_check_tensors, tuple(self._added)),))
+        """Lets the prologue check the inputs. One constraint for all that lines read: Thunder compares each tensor of a
+        constraint with all inputs. It fetches those that no line reads, such as what a block uses for nothing."""
+        read = {name for line in get_tracectx().scopes[-1] for name in names(line.flat_proxy_args)}
+        seen, unread = ([p for p in self._added if (p.name in read) == is_read] for is_read in (True, False))
+        constraints().extend([(partial(_check_tensors, *seen),), (_check_tensors, *unread)])
 
 
 def _item(owner: ProvenanceRecord, members: str, name: str) -> ProvenanceRecord:
@@ -274,7 +277,7 @@ def _item(owner: ProvenanceRecord, members: str, name: str) -> ProvenanceRecord:
     return reduce(step, ((PseudoInst.LOAD_ATTR, members), (PseudoInst.BINARY_SUBSCR, name)), owner)
 
 
-def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
+def _check_tensors(*tensors: TensorProxy) -> None:
     for tensor in tensors:
         clang.check_tensor_shape_and_metadata(tensor)
 

@@ -69,7 +69,7 @@ def arguments_written(written: Iterable[torch.Tensor], given: Iterable[torch.Ten
             continue
         else:
             same = [a for a in by_id.values() if storage(a) == storage(t)]
-            holder = next((a for a in same if _covers(a, t)), same[0] if same else None)
+            holder = next((a for a in same if covers(a, t)), same[0] if same else None)
         if holder is not None:  # else it is memory that the function has made
             found.pop(id(holder), None)
             found[id(holder)] = holder
@@ -94,7 +94,7 @@ class Extent(NamedTuple):
         return cls(begin * t.itemsize, (begin + (extent(t) if t.numel() else 0)) * t.itemsize)
 
 
-def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
+def covers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the elements of ``b``, of one storage with ``a``, are certain to be among those of ``a``."""
     x, y = Extent.of(a), Extent.of(b)
     dense = a.numel() * a.itemsize == x.end - x.begin
@@ -156,7 +156,7 @@ class Memory:
         if t.layout != torch.strided or t.device.type == "meta" or isinstance(t, FakeTensor):
             return make(t)
         others = self._on.setdefault(storage(t), [])
-        around = next((other for other in others if other.dtype == t.dtype and _covers(other, t)), None)
+        around = next((other for other in others if other.dtype == t.dtype and covers(other, t)), None)
         if around is not None:
             fake = self._part(t, around)
         else:
@@ -370,6 +370,10 @@ class Values:
         self._proxies[id(t)] = None
         self._alive.append(t)
         self._valid[id(t)] = -1
+
+    def base(self, t: torch.Tensor) -> torch.Tensor:
+        """The first tensor that is known of the storage of ``t``."""
+        return self._bases[storage(t)][0]
 
     def read(self, t: torch.Tensor) -> Any:
         """The proxy of what ``t`` holds now."""

@@ -39,8 +39,17 @@ from shardtrace.record.calls import (
     outermost,
     storage,
 )
-from shardtrace.record.memory import Memory, Values
-from shardtrace.record.symbols import NotTrusted, check_as_eager, name_of, out_of_place, value, value_in_place
+from shardtrace.record.memory import Memory, Values, covers
+from shardtrace.record.symbols import (
+    NotTrusted,
+    check_as_eager,
+    is_of_user,
+    name_of,
+    of_memory,
+    out_of_place,
+    value,
+    value_in_place,
+)
 
 import torch
 from thunder import torch as ltorch
@@ -251,6 +260,8 @@ class Replay:
 
     def _by_torch(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
         function, tensors = call.function, call.tensors()
+        if of_memory(function) and not call.written:
+            return self._of_memory(call)
         if name_of(function) in LIKE and len(tensors) == 1:
             function, tensors = without_values(function), []
             args, kwargs = pytree.tree_map_only(torch.Tensor, Meta.of, (call.args, call.kwargs))
@@ -267,7 +278,7 @@ class Replay:
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(
             function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
-            autocast=call.autocast, random=call.random,
+            autocast=call.autocast, random=call.random, of_user=is_of_user(call.function),
         )  # fmt: skip
         return list(new), old
 
@@ -323,6 +334,25 @@ class Replay:
 
     # ---- parts of memory ----
 
+    def _of_memory(self, call: Call) -> tuple[list[Any], Sequence[torch.Tensor]]:
+        """A call that picks elements by where they lie in memory. The line says how its tensor lies: a pass may compute
+        the tensor so that it lies otherwise, such as one put together of parts."""
+        name, [t], (x, *others) = of_memory(call.function), call.results, call.tensors()
+        if name == "as_strided":  # sizes may be tensors, whose values these are
+            picked, given = t, [x]
+        else:
+            given = [x, *others] if name == "as_strided_scatter" else [x]
+            with torch.no_grad():
+                picked = torch.as_strided(x, *_arguments_of_view(call.args[len(given) :], call.kwargs))
+        base, function = self.values.base(x), VIEWS[name]
+        args = (self.proxy(x), x.stride(), *map(self.proxy, given[1:]), *_part(x, picked))
+        if not covers(x, picked):
+            if not covers(base, picked) or name != "as_strided":
+                raise CannotWrite(f"{name} picks elements that are not in its argument")
+            now, given, function = self.values.read(base), [base.detach(), x], take_beyond
+            args = (now, base.stride(), self.proxy(x), _part(base, x), _part(base, picked))
+        return list(self.line(function, args, {}, [t], inputs=given, grad=call.grad)), [t]
+
     def _take(self, now: Any, base: torch.Tensor, t: torch.Tensor) -> Any:
         args = (now, base.stride(), *_part(base, t))
         return self.line(take_view, args, {}, [t], inputs=[base], grad=True)[0]
@@ -345,6 +375,22 @@ def take_view(base: Any, base_stride: Any, size: Any, stride: Any, offset: int, 
     return _view(laid_out(base, base_stride), size, stride, offset, dtype)
 
 
+def take_beyond(base: Any, base_stride: Any, part: Any, of_part: Any, of_view: Any) -> torch.Tensor:
+    """A view of a base that is not all within a part of it. Gradients reach that part only, as in torch."""
+    return _view(put_view(base.detach(), base_stride, part, *of_part), *of_view)
+
+
+def copy_view(*args: Any) -> torch.Tensor:
+    return take_view(*args).clone()
+
+
+def scatter_view(
+    base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype
+) -> torch.Tensor:
+    base = laid_out(base, base_stride)
+    return torch.as_strided_scatter(base, new, size, stride, base.storage_offset() + offset)
+
+
 def put_view(
     base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -362,6 +408,17 @@ def _view(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.
         base = torch.view_as_real(base)
     base = base if base.dtype == dtype else base.view(dtype)
     return base.as_strided(size, stride, base.storage_offset() + offset)
+
+
+# of functions that pick elements by where they lie
+VIEWS = {"as_strided": take_view, "as_strided_copy": copy_view, "as_strided_scatter": scatter_view}
+
+
+def _arguments_of_view(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Size, stride and offset."""
+    keys = ("size", "stride", "storage_offset")
+    given = dict(zip(keys, args, strict=False)) | {key: x for key, x in kwargs.items() if key in keys}
+    return tuple(given[key] for key in keys if key in given)
 
 
 class KeepGradient(torch.autograd.Function):

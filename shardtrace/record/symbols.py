@@ -16,6 +16,7 @@ from typing import Any
 
 from passes.analysis.dims import is_plain_embedding
 from passes.compat.jit import symbols_of_torch
+from passes.kernels.aten import OF_MEMORY
 
 import torch
 from thunder import torch as ltorch
@@ -141,6 +142,19 @@ def is_query(function: Callable[..., Any]) -> bool:
     if isinstance(function, OPERATOR):
         return bool(function._schema.returns)
     return getattr(function, "__name__", "") not in ("__set__", "__delete__") and name_of(function) in QUERIES
+
+
+def of_memory(function: Callable[..., Any]) -> str:
+    """The name of a function whose result depends on how its argument lies in memory; empty for others."""
+    name = function._schema.name.partition("::")[2] if isinstance(function, OPERATOR) else name_of(function)
+    return name if name in OF_MEMORY else ""
+
+
+def is_of_user(function: Callable[..., Any]) -> bool:
+    """True for a function that is none of torch's."""
+    if isinstance(function, OPERATOR):
+        return function.namespace not in ("aten", "prims")
+    return resolve_name(function) is None
 
 
 @functools.cache

@@ -417,6 +417,27 @@ class SameNet(Net):
         return x
 
 
+class Unused(Plain):
+    """Computes something of a parameter that nothing reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(D, D)
+
+    def forward(self, x):
+        self.unused(x)
+        return super().forward(x)
+
+
+def test_blocks_that_use_a_parameter_for_nothing(fake_ranks):
+    fake_ranks(2)
+    model = nn.Sequential(nn.Linear(D, D), nn.Sequential(Unused(), Unused()))
+    cmodel = shardtrace.fsdp(model)
+    cmodel(torch.randn(3, D)).sum().backward()
+    assert called(cmodel)
+    assert model[1][0].unused.weight.grad is None
+
+
 def test_blocks_that_return_what_they_are_given(single_rank):
     assert called(check(lambda: SameNet(*(Same() for _ in range(4))), rows)) == ["0 1 2 3"]
 

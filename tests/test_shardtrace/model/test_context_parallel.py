@@ -5,6 +5,7 @@ import sys
 from functools import partial
 
 import shardtrace
+from passes.proof.prove import UnprovenStepError
 from shardtrace import Checks, CommPolicy, CompilePolicy, ContextParallel
 
 import pytest
@@ -213,6 +214,89 @@ class Sliced(Tokens):
         return self.head(F.pad(h[:, :-1], (0, 0, 1, 0)) + h.select(1, -1)[:, None])
 
 
+class Counted(Tokens):
+    """Positions that leave out a token, as RoBERTa's."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.positions = nn.Embedding(64, 16)
+
+    def forward(self, x):
+        seen = x.ne(3).int()
+        return self.head(
+            self.layers[0](self.embedding(x) + self.positions((seen.cumsum(1).type_as(seen) * seen).long()))
+        )
+
+
+def overlapping(h):
+    """Windows of four positions, as Longformer's. With one sequence ``q`` is no copy."""
+    B, T, D = h.shape
+    q = h.view(B, T, 2, D // 2).transpose(1, 2).reshape(2 * B, T, D // 2).view(2 * B, T // 4, 4, D // 2)
+    first, second, *last = q.stride()
+    found = q.as_strided((2 * B, T // 2 - 1, 4, D // 2), (first, second // 2, *last))
+    return found.mean((0, 1, 2)).repeat(2) + h
+
+
+def of_another_order(function):
+    return lambda h: function(h.mT, h.shape, h.stride())
+
+
+def written(h):
+    h = h.clone()
+    h.mT.as_strided((h.shape[0], h.shape[2]), (h.stride(0), 1)).mul_(2)
+    return h
+
+
+class OfTheUser(torch.autograd.Function):
+    """Takes for granted how its argument lies, as a kernel may."""
+
+    @staticmethod
+    def forward(ctx, x):
+        B, D, T = x.shape
+        return x.as_strided((B, T, D), (T * D, D, 1)) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad.mT
+
+
+@torch.library.custom_op("shardtrace_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    B, D, T = x.shape
+    return x.as_strided((B, T, D), (T * D, D, 1)) * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x.mT, memory_format=torch.contiguous_format)
+
+
+# elements by where they lie in memory
+LYING = {
+    "overlapping": overlapping,
+    "method": of_another_order(torch.Tensor.as_strided),
+    "function": of_another_order(lambda x, size, stride: torch.as_strided(input=x, size=size, stride=stride)),
+    "operator": of_another_order(torch.ops.aten.as_strided.default),
+    "copy": of_another_order(torch.as_strided_copy),
+    "scattered": lambda h: torch.as_strided_scatter(h.mT.mT, h[:, 0] * 2, (h.shape[0], 16), (h.stride(0), 1)),
+    "beyond": lambda h: h[:, 1:5].as_strided(h.shape, h.stride(), 0) + h,
+    "detached": lambda h: h.detach().mT.as_strided(h.shape, h.stride()) + h,
+    "written": written,
+    "of the user": lambda h: OfTheUser.apply(h.mT),
+    "operator of the user": lambda h: doubled(h.detach().mT) + h,
+}
+
+
+class Lying(Tokens):
+    def __init__(self, *functions):
+        super().__init__(layers=1)
+        self.functions = functions
+
+    def forward(self, x):
+        h = self.embedding(x)
+        return self.head(self.layers[0](sum(f(self.layers[0].up(h)) for f in self.functions)))
+
+
 class SequenceFirst(Tokens):
     def forward(self, x, y):
         return F.cross_entropy(super().forward(x.t()).flatten(0, 1), y.t().flatten())
@@ -263,6 +347,7 @@ CASES = {
     "pooled": (Pooled, inside),
     "mixing": (Mixing, of_logits),
     "sliced": (Sliced, of_logits),
+    "counted": (Counted, of_logits),
     "adapter": (WithAdapter, of_logits),
     "dict": (WithBatch, lambda model, x, y: model({"x": x, "y": y})),
     "ignored labels": (Tokens, with_ignored_labels),
@@ -289,6 +374,23 @@ def test_numbers_of_cases(name):
     build, loss_of = CASES[name]
     model = train_both(build, loss_of, steps=1)
     assert all(map(on_each_rank_equal, model.buffers()))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@on_ranks(2)
+def test_elements_by_where_they_lie(rows):
+    model = train_both(partial(Lying, *LYING.values()), of_logits, rows=rows, length=12, steps=1)
+    assert shardtrace.prove(model).verdict == "proven"
+
+
+@pytest.mark.parametrize("name", ["method", "copy"])
+def test_elements_by_where_they_lie_are_not_proven(fake_ranks, monkeypatch, name):
+    """Lines that do not say how their tensor lies."""
+    fake_ranks(2)
+    monkeypatch.setattr("shardtrace.record.replay.of_memory", lambda function: "")
+    model = shardtrace.fsdp(Lying(LYING[name]), mesh=mesh_of((1, 2)), context_parallel="context")
+    with pytest.raises(UnprovenStepError, match="by where they lie"):
+        of_logits(model, *batch(0, 12)).backward()
 
 
 @on_ranks(2)
