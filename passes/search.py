@@ -13,12 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_of
 from passes.analysis.dims import (
+    Placed,
     TorchLine,
     follow,
+    in_sections,
     is_plain_embedding,
     lead,
     loss_arguments,
     product_of,
+    slice_along,
     torch_line,
     without_bias,
 )
@@ -267,7 +270,9 @@ class Search:
                 continue
             call = self.calls[id(line)]
             number = next((i for i, r in enumerate(call.results) if r.name == value.name), None) if call else None
-            placed = lead(call, number, s) if call is not None and number is not None else None
+            placed = None
+            if call is not None and number is not None:
+                placed = self._one_of_several(call, s) or lead(call, number, s)
             if call is None or placed is None or placed.combine is not None:
                 continue
             region.values[value.name] = s
@@ -278,3 +283,20 @@ class Search:
             factors = self.factors[id(line)]
             columns += factors is not None and any(v is factors.weight and of is not None for v, of in pairs)
         return region._replace(columns=columns)
+
+    def _one_of_several(self, call: TorchLine, split: Split) -> Placed | None:
+        """A slice of a dim that slices of several sizes make up, such as queries in front of keys and values."""
+        if call.name != "getitem":
+            return None
+        readers = [self.calls.get(id(b)) for b in self._readers(call.operands[0].name)]
+        found = {slice_along(c, split.dim) if c is not None else None for c in readers}
+        slices = sorted(ends for ends in found if ends is not None)
+        if len(slices) != len(found):
+            return None
+        ends = [0, *(stop for _, stop in slices)]
+        if [start for start, _ in slices] != ends[:-1] or ends[-1] != call.operands[0].shape[split.dim]:
+            return None
+        sizes = [stop - start for start, stop in slices]
+        whole = in_sections(split.dim, sizes, split.length) if len(set(sizes)) > 1 else None
+        placed = follow(call, 0, whole) if whole is not None else None
+        return placed if placed is not None and placed.results == (split,) else None

@@ -37,19 +37,19 @@ class Attention(nn.Module):
 
 class Shared(nn.Module):
     """Causal attention in which two heads of queries share one of keys and values, all three in one matrix: "cut" by
-    one line, or by a slice for each if there are as many of each."""
+    one line, or by a slice for each, which leave so many columns ``unread``."""
 
-    def __init__(self, width: int, heads: int, shared: int, by: str = "cut") -> None:
+    def __init__(self, width: int, heads: int, shared: int, by: str = "cut", unread: int = 0) -> None:
         super().__init__()
         self.heads, self.by, size = (heads, shared, shared), by, width // heads
-        self.qkv, self.out = nn.Linear(width, (heads + 2 * shared) * size), nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, (heads + 2 * shared) * size + unread), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (B, T, width), (heads, shared, _) = x.shape, self.heads
         size, qkv = width // heads, self.qkv(x)
         ends = [0, heads * size, (heads + shared) * size, (heads + 2 * shared) * size]
         sliced = [qkv[..., a:b] for a, b in pairwise(ends)]
-        parts = sliced if self.by == "slices" else qkv.split([n * size for n in self.heads], -1)
+        parts = qkv.split([n * size for n in self.heads], -1) if self.by == "cut" else sliced
         q, k, v = (t.view(B, T, n, size).transpose(1, 2) for t, n in zip(parts, self.heads, strict=True))
         k, v = (t.repeat_interleave(heads // shared, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import identity
@@ -278,13 +279,30 @@ def _cut_in_pieces(line: TorchLine, split: Split, of_operand: int | None) -> Pla
         if whole.outer % count or whole.sections:
             return None
         return Placed((whole,), (whole._replace(outer=whole.outer // count),) * count)
-    unit = math.gcd(*sizes)
-    inner, rest = divmod(unit, split.length)
-    sections = tuple(size // unit for size in sizes)
-    whole = Split(dim, sum(sections), split.length, inner, sections)
-    if rest or (split != whole if of_operand is not None else split.outer != 1 or bool(split.sections)):
+    found = in_sections(dim, sizes, split.length)
+    if found is None or (split != found if of_operand is not None else split.outer != 1 or bool(split.sections)):
         return None
-    return Placed((whole,), tuple(Split(dim, 1, split.length, inner * n) for n in sections))
+    return Placed((found,), tuple(Split(dim, 1, split.length, found.inner * n) for n in found.sections))
+
+
+def in_sections(dim: int, sizes: Sequence[int], ranks: int) -> Split | None:
+    """The split of a dim of values of these sizes, each of which is split; None if they do not divide."""
+    unit = math.gcd(*sizes)
+    inner, rest = divmod(unit, ranks)
+    sections = tuple(size // unit for size in sizes)
+    return None if rest else Split(dim, sum(sections), ranks, inner, sections)
+
+
+def slice_along(line: TorchLine, dim: int) -> tuple[int, int] | None:
+    """The first position and the end of a slice of one dim, of which it takes every position; None for other lines."""
+    x = line.operands[0] if line.name == "getitem" and len(line.operands) == 1 else None
+    index = of_each_dim(line.args[1], x.ndim) if x is not None else None
+    if x is None or index is None or not all(isinstance(i, slice) for i in index):
+        return None
+    ranges = [i.indices(size) for i, size in zip(index, x.shape, strict=True)]
+    start, stop, step = ranges[dim]
+    others = all(r == (0, size, 1) for d, (r, size) in enumerate(zip(ranges, x.shape, strict=True)) if d != dim)
+    return (start, stop) if step == 1 and others else None
 
 
 def _without(t: TensorProxy, dim: int) -> Shape:
@@ -309,8 +327,14 @@ def _sliced(line: TorchLine, split: Split, of_operand: int | None) -> Placed | N
 
 
 def _some_blocks(split: Split, size: int, start: int, stop: int, of_operand: int | None) -> Placed | None:
-    """A slice that takes some blocks of a dim as they are, such as queries in front of keys and values."""
+    """A slice that takes some blocks of a dim as they are, such as queries in front of keys and values. Of sections it
+    takes one."""
     block = split.length * split.inner
+    if split.sections and of_operand is not None:
+        for n, end in zip(split.sections, accumulate(n * block for n in split.sections), strict=True):
+            if (start, stop) == (end - n * block, end):
+                return Placed((split,), (Split(split.dim, 1, split.length, split.inner * n),))
+        return None
     if start >= stop or start % block or stop % block or size % block or split.sections:
         return None
     return Placed((split._replace(outer=size // block),), (split._replace(outer=(stop - start) // block),))

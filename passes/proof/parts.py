@@ -413,7 +413,8 @@ class _Proof:
         if call.name == "ne" and kinds[0] in ("part", "filled") and not isinstance(call.args[1], TensorProxy):
             form = operands[0]
             split, fill = form.split if kinds[0] == "filled" else (form.split, None)
-            counted = (form.number, call.args[1]) in self._ignored()
+            recorded = self.known.get((_name(line, call), (form.number,)))  # by the model itself
+            counted = not recorded or (form.number, call.args[1]) in self._ignored()
             if counted and (self._even(split) or fill == call.args[1]):
                 return [Form("counts", form.number, call.args[1])]
         if call.name in ("to", "sum") and kinds[0] in ("counts", "rows of rank") and self._can_count(call):

@@ -260,7 +260,7 @@ class OfTheUser(torch.autograd.Function):
         return 2 * grad.mT
 
 
-@torch.library.custom_op("shardtrace_tests::doubled", mutates_args=())
+@torch.library.custom_op("shardtrace_tests::doubled_parts", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     B, D, T = x.shape
     return x.as_strided((B, T, D), (T * D, D, 1)) * 2

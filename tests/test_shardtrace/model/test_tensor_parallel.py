@@ -43,7 +43,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.attention = nn.Embedding(32, 8), Shared(8, 4, 2)
+        self.embedding, self.attention = nn.Embedding(32, 8), Shared(8, 4, 2, by="slices")
         self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32)
 
