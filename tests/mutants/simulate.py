@@ -25,6 +25,7 @@ from passes.analysis.recognise import (
     GATHER_WAITS,
     GATHERS,
     OFFLOADS,
+    is_products,
     is_random,
     is_return,
     is_sequence_issue,
@@ -125,13 +126,16 @@ class Simulation:
                 flush()
                 return [_read(bsym.args[0] if len(bsym.args) == 1 else bsym.args, env) for env in envs]
             communicates, block = any(says(bsym) for says in COMMUNICATES), block_function(bsym)
-            if not communicates and block is None and bsym.sym.id not in LOCAL and not _draws(bsym):
+            alone = not communicates and block is None and not is_products(bsym)
+            if alone and bsym.sym.id not in LOCAL and not _draws(bsym):
                 code.append(bsym)
                 continue
             flush()
             if communicates:
                 args = [_read(bsym.args[0], env) for env in envs]
                 outs = self._communicate(bsym, args)
+            elif is_products(bsym):
+                outs = self._products(bsym, [_read(bsym.args, env) for env in envs])
             elif block is not None:
                 inside = [
                     dict(zip((a.name for a in block.trace.args), _read(bsym.args, env), strict=True)) for env in envs
@@ -153,6 +157,24 @@ class Simulation:
         env.update(context)
         exec(text, env)
         return _read(bsym.output, env)
+
+    def _products(self, bsym: BoundSymbol, given: list[Any]) -> list[Any]:
+        """Products of rows that are put together, or sums of products, of which each rank gets its rows."""
+        results: list[Any] = []
+        for rank in range(len(given)):
+            _, part, of, *others = given[rank]
+            group, mine = self.world.group(part.plan.axis, rank), of_seat(part, rank, self.world)
+            if bsym.sym.id == sequence.gather_products.id:
+                whole = ON_PARTS[sequence.GATHER.wait.id](tuple(given[r][0] for r in group), mine)
+                found = [product(whole.flatten(0, -2), others) for product in of.products]
+                results.append((whole, *(y.view(shape) for y, shape in zip(found, of.shapes, strict=True))))
+                continue
+            (product,), (shape,) = of.products, of.shapes
+            terms = [product(given[r][0].flatten(0, -2), given[r][3:]) for r in group]
+            results.append(
+                ON_PARTS[sequence.SCATTER.wait.id](tuple(t.view(part.whole_shape(shape)) for t in terms), mine)
+            )
+        return results
 
     def _communicate(self, bsym: BoundSymbol, args: list[Any]) -> list[Any]:
         if is_sequence_issue(bsym):

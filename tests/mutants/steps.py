@@ -18,6 +18,7 @@ from zlib import crc32
 import shardtrace
 from passes.analysis.recognise import is_gather, is_issue
 from passes.comm.symbols import Kept, accumulated, replicated
+from passes.plan import CostModel, Device, Link
 from passes.proof.callable import Border
 from passes.proof.program import UnprovenError
 from passes.proof.prove import Proof, claim
@@ -249,6 +250,7 @@ def _rounded(**wires: Any) -> dict[str, Any]:
 
 ONE_NODE, NODES, TENSORS = World(1, 3), World(2, 2), World(1, 4, 2)
 TENSOR = {"tensor_parallel": "tensor"}
+LARGE = CostModel(Link(1e6, 0.0), Device(1e6, 1e6, bandwidth=1e12, overhead=0.0))  # products are in pieces
 INLINE = {"compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline")}
 
 SETTINGS: dict[str, Setting] = {
@@ -269,6 +271,7 @@ SETTINGS: dict[str, Setting] = {
     "added": Setting(NODES, {"sharding_strategy": "hybrid_zero2"}, gradients="added"),
     "tensor": Setting(TENSORS, TENSOR),
     "tensor ddp": Setting(TENSORS, {"sharding_strategy": "ddp", **TENSOR}),
+    "products": Setting(TENSORS, {**TENSOR, "compile_policy": shardtrace.CompilePolicy(cost_model=LARGE)}),
     "tensor inline": Setting(TENSORS, {**INLINE, **TENSOR}),
     "torchcompile": Setting(ONE_NODE, {}, ("sdpa", "torch_kernels", "torchcompile")),
     "torchcompile hybrid": Setting(NODES, {"sharding_strategy": "hybrid_zero3"}, ("sdpa", "torch_kernels", "torchcompile")),
@@ -277,7 +280,7 @@ SETTINGS: dict[str, Setting] = {
 # Which settings each model is compiled with, every setting at least once.
 PAIRS: dict[str, tuple[str, ...]] = {
     "gpt": ("zero3", "hybrid", "tensor", "tensor ddp", "checkpointing", "torchcompile", "secondary", "added"),
-    "llama": ("zero3", "secondary", "tensor ddp", "bf16", "inline", "tensor inline"),
+    "llama": ("zero3", "secondary", "tensor ddp", "bf16", "inline", "tensor inline", "products"),
     "moe": ("zero2", "zero3"),
     "experts": ("tensor", "tensor ddp"),
     "bert": ("zero3", "ddp", "tensor", "owner"),
