@@ -358,8 +358,10 @@ class Replay:
         return self.line(take_view, args, {}, [t], inputs=[base], grad=True)[0]
 
     def _put(self, now: Any, base: torch.Tensor, t: torch.Tensor, new: Any) -> Any:
-        args = (now, base.stride(), new, *_part(base, t))
-        return self.line(put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
+        piece = _slice_of(base, t) if tuple(new.shape) == tuple(t.shape) else None
+        function: Callable[..., Any] = torch.slice_scatter  # whose dims are known
+        args = (now, new, *piece) if piece is not None else (now, base.stride(), new, *_part(base, t))
+        return self.line(function if piece else put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
 
     def _keep(self, now: Any, base: torch.Tensor, new: Any) -> Any:
         return self.line(keep_gradient, (now, new), {}, [base], inputs=[base, base.detach()], grad=True)[0]
@@ -369,6 +371,19 @@ def _part(base: torch.Tensor, t: torch.Tensor) -> tuple[Any, ...]:
     """Which part of a base a view is: its size, stride, offset (in elements of the view) and dtype."""
     begin = base.storage_offset() * base.element_size() // t.element_size()
     return tuple(t.shape), t.stride(), t.storage_offset() - begin, t.dtype
+
+
+def _slice_of(base: torch.Tensor, t: torch.Tensor) -> tuple[int, int, int] | None:
+    """The dim of a base of which a view is one range, its first position and its end; None for other views."""
+    if t.dtype != base.dtype or t.ndim != base.ndim:
+        return None
+    cut = [d for d in range(t.ndim) if t.shape[d] != base.shape[d]]
+    alike = all(a == b for a, b, size in zip(t.stride(), base.stride(), t.shape, strict=True) if size > 1)
+    if len(cut) != 1 or not alike or not base.stride(cut[0]):
+        return None
+    start, rest = divmod(int(t.storage_offset()) - int(base.storage_offset()), base.stride(cut[0]))
+    stop = start + t.shape[cut[0]]
+    return (cut[0], start, stop) if not rest and start >= 0 and stop <= base.shape[cut[0]] else None
 
 
 def take_view(base: Any, base_stride: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:

@@ -122,6 +122,45 @@ def test_a_matrix_is_whole_if_slices_of_several_sizes_leave_some_of_it(compiled)
     assert "no parameter is split" in remarks(cmodel)
 
 
+def copied(keys, shared):
+    keys[..., :2].copy_(shared[0])
+    keys[..., 2:].copy_(shared[1])
+
+
+def assigned(keys, shared):
+    keys[..., :2], keys[..., 2:] = shared
+
+
+def narrowed(keys, shared):
+    for start, value in zip((0, 2), shared, strict=True):
+        keys.narrow(-1, start, value.shape[-1]).copy_(value)
+
+
+class Latent(nn.Module):
+    """Keys of four heads are written from two values, one of which all heads share, as in DeepSeek's attention."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.q, self.kv, self.rot = (nn.Linear(8, n, bias=False) for n in (16, 24, 2))
+        self.out, self.write = nn.Linear(16, 8, bias=False), write
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, kv = (layer(x).view(b, t, 4, -1).transpose(1, 2) for layer in (self.q, self.kv))
+        k, v = kv.split([2, 4], -1)
+        keys = kv.new_empty(b, 4, t, 4)
+        self.write(keys, (k, self.rot(x).view(b, 1, t, 2).expand(-1, 4, -1, -1)))
+        return self.out(F.scaled_dot_product_attention(q, keys, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("write", [copied, assigned, narrowed])
+def test_values_that_are_written_in_slices(compiled, write):
+    cmodel = compiled(lambda: Latent(write), torch.ones(2, 3, 8))
+    weights = {name: part for name, part in cuts(cmodel).items() if name.endswith("weight")}
+    assert weights == {"q_weight": "dim0_of_2x8", "kv_weight": "dim0_of_2x12", "out_weight": "dim1_of_2x8"}
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
 needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
 MIXTURES = {  # of experts, and how the matrix of their gates is cut
     "grouped": ({}, {"mp_policy": "bf16"}, "dim1_of_2x2x8"),  # weights of routing are float32
