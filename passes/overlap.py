@@ -192,7 +192,7 @@ class _Pieces:
                 if _reshapes(line):
                     views[line.output.name] = (*views[name], i)
                     left.append(line.output.name)
-                elif (at := rows_at(line)) is not None and line.args[at].name == name:
+                elif i not in self.gone and (at := rows_at(line)) is not None and line.args[at].name == name:
                     reads[i] = name
         return reads, views
 
@@ -282,8 +282,8 @@ def not_in_pieces(line: BoundSymbol) -> str:
             return f"{b.sym.name} is another function"
         if [others[i].name for i in product.others] != called:
             return f"{b.sym.name} has other operands"
-    shapes = [tuple(o.shape) for o in results[gathers:]]
-    return "" if list(of.shapes) == shapes and names(line.output) == names(results) else "results are others"
+    shapes, made = [tuple(o.shape) for o in results[gathers:]], [o.name for o in line.flat_proxy_outs]
+    return "" if list(of.shapes) == shapes and made == [o.name for o in results] else "results are others"
 
 
 def _apart(lines: list[BoundSymbol]) -> list[BoundSymbol]:

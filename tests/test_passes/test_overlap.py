@@ -194,6 +194,8 @@ def test_a_line_whose_products_are_not_those_of_its_lines_is_found(fake_ranks):
         assert not_in_pieces(line) == ""
         for name, change in CHANGES.items():
             assert not_in_pieces(change(line)), (line.sym.name, name)
+    whole, *results = lines["all_gather_products"].output
+    assert not_in_pieces(lines["all_gather_products"].from_bsym(output=(*results, whole)))
 
 
 def found_of_products(gathers, pieces=2, leads=True):
