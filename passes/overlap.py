@@ -44,6 +44,7 @@ from typing import Any
 
 from passes.analysis.recognise import (
     ISSUED,
+    InModule,
     changes_values,
     identity,
     is_backward,
@@ -254,7 +255,9 @@ def line_in_pieces(
     name, shapes = "_".join(["products", *(o.name for o in results)]), [tuple(o.shape) for o in results]
     of = Products(name, made, shapes, pieces)
     sym, output = (gather_products, (wait.output, *results)) if gathers else (sum_products, wait.output)
-    return sym.bind(rows, part_at(issue), of, *others.values(), output=output, subsymbols=tuple(lines))
+    line = sym.bind(rows, part_at(issue), of, *others.values(), output=output, subsymbols=tuple(lines))
+    first, place = products[0], {tag for tag in products[0].tags if isinstance(tag, InModule)}
+    return line.from_bsym(tags=place, source_filename=first.source_filename, source_positions=first.source_positions)
 
 
 def not_in_pieces(line: BoundSymbol) -> str:
@@ -274,7 +277,7 @@ def not_in_pieces(line: BoundSymbol) -> str:
     same = {begins.name} | {b.output.name for b in line.subsymbols if _reshapes(b)}
     sent, results = issue.args[0], [wait.output, *(b.output for b in products)] if gathers else [wait.output]
     read = {b.args[rows_at(b)].name for b in products}
-    if not (read <= same and rows is sent if gathers else sent.name in same and read == {rows.name}):
+    if not (read <= same and rows.name == sent.name if gathers else sent.name in same and read == {rows.name}):
         return "rows are others"
     for product, b in zip(of.products, products, strict=True):
         called = [a.name for i, a in enumerate(b.args) if i != product.at]

@@ -428,7 +428,7 @@ def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
 
 
 def _sharded_by_script(script: Path, call: Call, ranks: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that a script calls, as it was before ``fsdp``, and the options that ``fsdp`` was given."""
+    """The model that a script calls, unsharded, and the options that the script passes to ``fsdp``."""
     found = call.sharded
     if found is None and ranks == 1:
         return whole_copy(call.model, values=True), {}

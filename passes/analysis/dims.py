@@ -295,14 +295,21 @@ def in_sections(dim: int, sizes: Sequence[int], ranks: int) -> Split | None:
 
 def slice_along(line: TorchLine, dim: int) -> tuple[int, int] | None:
     """The first position and the end of a slice of one dim, of which it takes every position; None for other lines."""
-    x = line.operands[0] if line.name == "getitem" and len(line.operands) == 1 else None
-    index = of_each_dim(line.args[1], x.ndim) if x is not None else None
-    if x is None or index is None or not all(isinstance(i, slice) for i in index):
+    ranges = _ranges(line) if line.name == "getitem" else None
+    if ranges is None:
         return None
-    ranges = [i.indices(size) for i, size in zip(index, x.shape, strict=True)]
     start, stop, step = ranges[dim]
-    others = all(r == (0, size, 1) for d, (r, size) in enumerate(zip(ranges, x.shape, strict=True)) if d != dim)
-    return (start, stop) if step == 1 and others else None
+    whole = [(0, size, 1) for size in line.operands[0].shape]
+    return (start, stop) if step == 1 and all(r == whole[d] for d, r in enumerate(ranges) if d != dim) else None
+
+
+def _ranges(line: TorchLine) -> list[tuple[int, int, int]] | None:
+    """The first position, the end and the step of the slice of each dim; None for an index of something else."""
+    x = line.operands[0]
+    index = of_each_dim(line.args[1], x.ndim) if len(line.operands) == 1 else None
+    if index is None or not all(isinstance(i, slice) for i in index):
+        return None
+    return [i.indices(size) for i, size in zip(index, x.shape, strict=True)]
 
 
 def _without(t: TensorProxy, dim: int) -> Shape:
@@ -312,12 +319,10 @@ def _without(t: TensorProxy, dim: int) -> Shape:
 def _sliced(line: TorchLine, split: Split, of_operand: int | None) -> Placed | None:
     """Some blocks of a dim, or each nth element, such as gates that take turns with what they are multiplied by. The
     split is that of the operand, or of the result."""
-    x = line.operands[0]
-    index = of_each_dim(line.args[1], x.ndim) if len(line.operands) == 1 else None
-    if index is None or not all(isinstance(i, slice) for i in index):
+    if (ranges := _ranges(line)) is None:
         return None
-    size = x.shape[split.dim]
-    start, stop, step = index[split.dim].indices(size)
+    size = line.operands[0].shape[split.dim]
+    start, stop, step = ranges[split.dim]
     if step == 1:
         return _some_blocks(split, size, start, stop, of_operand)
     inner, rest = divmod(split.inner, step if of_operand is not None else 1)

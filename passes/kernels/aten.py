@@ -47,7 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 Shape = Sequence[int]
 CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 DEFAULTS: Mapping[str, Any] = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
-# They pick elements by where they lie in memory.
+# They pick elements by their place in memory, whatever the strides of the argument
 OF_MEMORY = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 # They rely on strides, and so does what torch makes of the factors of determinants; view_as_real on a conjugation that
 # is computed; the last one gives no workspace where its fake kernel does.

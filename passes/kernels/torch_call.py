@@ -123,8 +123,8 @@ class TorchCall(OwnLine):
     tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
     random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place. Backward reads in
     ``unused`` which gradients of results are zeros in the place of None, and notes there those that torch gives none.
-    ``of_user``: whether the function is the user's, and may take for granted how its tensors lie in memory, as kernels
-    do: it gets them as they lay when the call was recorded.
+    ``of_user``: whether the function is the user's, and may rely on strides, as kernels do: it gets its tensors with
+    the strides that were recorded.
     ``hooked``: whether hooks see what its graph saves, as torch.func inside of the function does not allow.
     """
 
@@ -482,7 +482,7 @@ def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def lying_like(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """As :func:`laid_out`; but ``t`` if it is the same but for dims of size 1, or if elements would lie upon others."""
+    """As :func:`laid_out`, but ``t`` itself if only strides of dims of size 1 differ, or if elements would overlap."""
     steps = [(a, b) for size, a, b in zip(t.shape, t.stride(), stride, strict=True) if size > 1]
     return t if all(a == b for a, b in steps) or not all(b for _, b in steps) else laid_out(t, stride)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -252,21 +252,23 @@ def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
     for trace in (*traces, *(called.trace for called in block_functions(*traces))):
         waits = {b.args[0].name: b for b in trace.bound_symbols if b.sym.id in AWAITED}
         for line in trace.bound_symbols:
-            case: Any
-            if is_products(line):
-                find, case = _found_of_products, _beside(line)
-            elif (is_issue(line) or is_sequence_issue(line)) and not _is_by_a_users_wire(line):
-                wait = waits[line.output.name]
-                find, case = (
-                    (_found, _case(line, wait)) if is_issue(line) else (_found_of_sequence, _exchange(line, wait))
-                )
-            else:
-                continue
-            if case in seen:
+            find, case = _trial(line, waits)
+            if find is None or case in seen:
                 continue
             seen.add(case)
             if text := _outcome(find, case):
                 yield f"{line.sym.name} does not do what its law says: {text}"
+
+
+def _trial(line: BoundSymbol, waits: Mapping[str, BoundSymbol]) -> tuple[Callable[[Any], str] | None, Any]:
+    """How a collective is tried, and what decides its result; None for other lines."""
+    if is_products(line):
+        return _found_of_products, _beside(line)
+    if is_sequence_issue(line):
+        return _found_of_sequence, _exchange(line, waits[line.output.name])
+    if is_issue(line) and not _is_by_a_users_wire(line):
+        return _found, _case(line, waits[line.output.name])
+    return None, None
 
 
 def _outcome(find: Callable[[Any], str], case: Any) -> str:
@@ -279,7 +281,7 @@ def _outcome(find: Callable[[Any], str], case: Any) -> str:
 
 def _is_by_a_users_wire(line: BoundSymbol) -> bool:
     """A wire of one's own may work with the real ranks only. The proof says that the bucket travels by it."""
-    wire = bucket_of(line).wire if is_issue(line) else None
+    wire = bucket_of(line).wire
     return wire is not None and wire.issue.__module__ != quantized.__name__
 
 

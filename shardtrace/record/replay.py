@@ -359,9 +359,10 @@ class Replay:
 
     def _put(self, now: Any, base: torch.Tensor, t: torch.Tensor, new: Any) -> Any:
         piece = _slice_of(base, t) if tuple(new.shape) == tuple(t.shape) else None
-        function: Callable[..., Any] = torch.slice_scatter  # whose dims are known
-        args = (now, new, *piece) if piece is not None else (now, base.stride(), new, *_part(base, t))
-        return self.line(function if piece else put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
+        if piece is not None:  # as a function whose dims are known
+            return self.line(torch.slice_scatter, (now, new, *piece), {}, [base], inputs=[base, t], grad=True)[0]
+        args = (now, base.stride(), new, *_part(base, t))
+        return self.line(put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
 
     def _keep(self, now: Any, base: torch.Tensor, new: Any) -> Any:
         return self.line(keep_gradient, (now, new), {}, [base], inputs=[base, base.detach()], grad=True)[0]

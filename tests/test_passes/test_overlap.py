@@ -1,4 +1,4 @@
-"""Where collectives of values are issued and waited for, and which lines run in between or beside them."""
+"""When collectives of values are issued and waited for, and what is computed meanwhile."""
 
 from collections import Counter
 from itertools import product

@@ -248,7 +248,7 @@ def written(h):
 
 
 class OfTheUser(torch.autograd.Function):
-    """Takes for granted how its argument lies, as a kernel may."""
+    """Relies on the strides of its argument, as a kernel may."""
 
     @staticmethod
     def forward(ctx, x):

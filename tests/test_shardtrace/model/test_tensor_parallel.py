@@ -154,7 +154,7 @@ def of_first(model, x, y):
     return F.cross_entropy(model(x)[0].flatten(0, 1).float(), y.flatten())
 
 
-# Of products so large that they are computed while their rows travel
+# With this cost model, even small products are computed while their rows travel
 LARGE = CostModel(Link(1e6, latency=0.0), Device(1e6, 1e6, bandwidth=1e12, overhead=0.0))
 OPTIONS = {
     "bf16": {"mp_policy": "bf16", "tolerance": 3e-2},
