@@ -7,12 +7,21 @@
 Thunder's executor ``torchcompile`` takes Thunder's symbols. In a sharded model :class:`Regions` stands in its place,
 which takes lines of torch's functions and of ATen as well, so that a model is recorded as it is without an executor
 that fuses, and the forward of a block is one region, its backward another.
+
+Note [Small regions]
+~~~~~~~~~~~~~~~~~~~~
+To compile a region takes one to three seconds the first time, however little it computes. A GPT has half a dozen small
+ones around its blocks: the positions, the embedding, the last norm, the gradients of these. A region whose fusion saves
+less than a thousandth of the trace's compute stays lines. Equal regions, such as those of equal blocks, are compiled
+once, and count together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from passes.comm.symbols import Property
@@ -22,8 +31,14 @@ from passes.kernels.torch_call import Line
 
 import torch
 from thunder.core.prims import OpTags
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from thunder.core.proxies import unvariableify
+from thunder.core.rematerialization import rematerialize
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.transform_common import dce
+from thunder.core.utils import producers_and_consumers
+from thunder.executors.data_dependent_partition import fuse_bound_symbols
+from thunder.executors.passes import update_fusion_call_ctx
 from thunder.executors.torch_compile import TorchCompileExecutor, torch_compile_ex, torch_compile_xentropy_ex
 from thunder.executors.utils import Region
 from thunder.extend import Executor, FusionExecutor
@@ -34,8 +49,19 @@ OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  #
 NORMS = {"aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm"}
 
 
+SMALL = 1e-3  # of the seconds of a trace's lines
+
+
 class Regions(TorchCompileExecutor):
-    """Makes a region of neighbouring lines that torch.compile surely compiles as a whole. Has no state."""
+    """Makes a region of neighbouring lines that torch.compile surely compiles as a whole.
+
+    ``seconds`` estimates those of a line or a fusion. Without it, no region is too small.
+    """
+
+    def __init__(self, seconds: Callable[[BoundSymbol], float] | None = None):
+        super().__init__(torch_compile_ex.name)
+        self.implmap.update(torch_compile_ex.implmap)
+        self._seconds = seconds
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         operations = _operations(bsym)
@@ -49,10 +75,40 @@ class Regions(TorchCompileExecutor):
         return super().fuse(region, number).from_bsym(subsymbols=lines)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """As Thunder's, but a region of a single line of torch is that line."""
-        new = super().fusion_pass(trace)
+        """As Thunder's, but a small region stays lines, and a region of a single line of torch is that line."""
+        producers, consumers = producers_and_consumers(trace)
+        groups = fuse_bound_symbols(trace, lambda *nodes: all(self.can_fuse(n.group_bsyms[0]) for n in nodes))
+        regions = [Region(producers, consumers, g) if self.can_fuse(g[0]) else None for g in groups]
+        small = self._small(trace, [r for r in regions if r is not None])
+        numbers = count()
+        new = from_trace(trace)
+        for group, region in zip(groups, regions, strict=True):
+            keep = region is None or region in small
+            new.bound_symbols += group if keep else [self.fuse(region, next(numbers))]
+        new = update_fusion_call_ctx(dce(rematerialize(new)))
         new.bound_symbols = list(map(_alone, new.bound_symbols))
+        new.set_provenance(TraceProvenance("Regions for torch.compile"))
         return new
+
+    def _small(self, trace: TraceCtx, regions: Sequence[Region]) -> set[Region]:
+        """Those that are not worth the time to compile them. See Note [Small regions]."""
+        if self._seconds is None:
+            return set()
+        saved: dict[Hashable, float] = defaultdict(float)
+        for region in regions:
+            saved[_kind(region)] += sum(map(self._seconds, region.bound_symbols)) - self._seconds(_fused(region))
+        least = SMALL * sum(map(self._seconds, trace.bound_symbols))
+        return {region for region in regions if saved[_kind(region)] < least}
+
+
+def _kind(region: Region) -> Hashable:
+    """Equal for the regions of equal blocks."""
+    return tuple((b.sym.name, *(getattr(p, "shape", None) for p in b.flat_proxy_outs)) for b in region.bound_symbols)
+
+
+def _fused(region: Region) -> BoundSymbol:
+    inputs, outputs = ([unvariableify(v) for v in variables] for variables in (region.inputs, region.outputs))
+    return BoundSymbol(Symbol("region", meta=None, is_fusion=True), inputs, {}, outputs, region.bound_symbols)
 
 
 def _alone(bsym: BoundSymbol) -> BoundSymbol:
@@ -101,13 +157,11 @@ def _calling_operator(line: BoundSymbol) -> BoundSymbol:
     return line.from_bsym(sym=own)
 
 
-regions = Regions("torchcompile")
-regions.implmap.update(torch_compile_ex.implmap)
-
-
-def with_regions(executors: Sequence[Executor]) -> tuple[Executor, ...]:
+def with_regions(
+    executors: Sequence[Executor], seconds: Callable[[BoundSymbol], float] | None = None
+) -> tuple[Executor, ...]:
     """The executors, with :class:`Regions` in the place of Thunder's own."""
-    return tuple(regions if executor is torch_compile_ex else executor for executor in executors)
+    return tuple(Regions(seconds) if executor is torch_compile_ex else executor for executor in executors)
 
 
 def fuses(executor: Executor) -> bool:

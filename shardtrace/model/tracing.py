@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.analysis.recognise import module_of
+from passes.analysis.seconds import compute_seconds
 from passes.comm.sequence import Part, gather_parts
 from passes.compat.jit import (
     Collections,
@@ -39,7 +40,7 @@ from passes.kernels import executor as kernels
 from passes.kernels.regions import fuses, with_regions
 from passes.kernels.torch_call import call_of
 from passes.pipeline import Compilation, Facts, FirstStage, Observe, Pass, pipeline
-from passes.plan import Axis, Gradients, ShardedParameter
+from passes.plan import Axis, CostModel, Gradients, ShardedParameter
 from passes.plan.plan import ContextPlan, Split
 from passes.sequence import Context
 from passes.split_parameters import Tensors
@@ -285,9 +286,9 @@ def _written(bsym: BoundSymbol) -> Iterator[str]:
 # ---- tracing ----
 
 
-def add_kernels(data: Any) -> None:
+def add_kernels(data: Any, cost: CostModel) -> None:
     """Adds torch's own kernels to the executors of Thunder's ``data`` of a compilation, and lets torch.compile have the
-    lines of torch.
+    lines of torch, in regions that are worth it by ``cost``.
 
     No kernels if the user chose the executors, or if a default one fuses (nvFuser). They go ahead of Thunder's
     executor for cross entropy, which would fuse nothing else, and after those with attention for CUDA.
@@ -299,7 +300,7 @@ def add_kernels(data: Any) -> None:
     if not chosen and not any(map(fuses, fusing)):
         operators = tuple(e for e in defaults if e not in fusing)
         data.executors_list = (*own, *operators, kernels, *fusing, *always)
-    data.executors_list = with_regions(data.executors_list)
+    data.executors_list = with_regions(data.executors_list, partial(compute_seconds, cost))
 
 
 def dump() -> Observe | None:
@@ -475,7 +476,7 @@ def _prepare(states: Sequence[ShardedState]) -> None:
             state.runtime.announce(str(error))
             raise
     if any(state.options.compile.kernels for state in states):
-        add_kernels(data)
+        add_kernels(data, states[0].cost)
     if not isinstance(data.transforms, list):
         raise TypeError(
             f"thunder.jit(transforms=...) takes a list, not a {type(data.transforms).__name__}: ours join it"

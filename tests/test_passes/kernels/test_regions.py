@@ -1,7 +1,7 @@
 """Regions that torch.compile compiles take the lines of torch."""
 
 import shardtrace
-from passes.kernels.regions import regions, with_regions
+from passes.kernels.regions import Regions, with_regions
 
 import pytest
 import thunder
@@ -43,6 +43,22 @@ class Gates(nn.Module):
     def forward(self, x):
         states = self.linear(x).unbind(-1)
         return torch.stack([F.silu(s) for s in states[:3]]).exp()
+
+
+class Deep(nn.Module):
+    """Equal blocks, and before them a scale of two numbers. Random numbers are in no region."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.blocks = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)])
+
+    def forward(self, x):
+        scale = self.scale.square().exp().sum()
+        x = torch.rand_like(x) * scale * x
+        for block in self.blocks:
+            x = torch.rand_like(x) * block(x).tanh().sin()
+        return x
 
 
 def compiled(model, x, **policy):
@@ -101,12 +117,24 @@ def test_a_line_without_parts_is_in_no_region(single_rank):
     assert all(torch.isfinite(g).all() for g in found)
     zeros = thunder.torch.zeros.bind(3, output=None)
     assert torch_compile_ex.can_fuse(zeros)
-    assert not regions.can_fuse(zeros)
+    assert not Regions().can_fuse(zeros)
 
 
 def test_a_product_alone_is_no_region(single_rank):
     sharded, _ = compiled(nn.Linear(4, 4), torch.randn(3, 4))
     assert of_step(sharded)[0] == []
+
+
+def test_small_regions_stay_lines(single_rank, monkeypatch):
+    """See Note [Small regions]. Each block saves 4 % of forward and backward, both together enough."""
+    monkeypatch.setattr("passes.kernels.regions.SMALL", 0.06)
+    sharded, _ = compiled(Deep(), torch.randn(512, 256))
+    first, second = forward = of_step(sharded)[0]
+    assert first == second
+    assert "torch_tanh_0" in first
+    outside = [b.sym.name for b in thunder.last_traces(sharded)[-1].bound_symbols]
+    assert "torch_exp_0" in outside
+    assert not any("torch_exp_0" in region for region in forward)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -117,5 +145,5 @@ def test_only_where_kernels_are_wanted(single_rank, kernels):
 
 
 def test_other_executors_stay():
-    assert with_regions((torch_compile_cat_ex, torch_compile_ex))[1] is regions
+    assert with_regions((torch_compile_cat_ex, torch_compile_ex))[1] == torch_compile_ex
     assert with_regions((torch_compile_cat_ex,))[0] is torch_compile_cat_ex

@@ -1,4 +1,5 @@
 import shardtrace
+from passes.plan import default_cost_model
 from shardtrace.model.tracing import add_kernels
 from shardtrace.testing import compile_fake
 from shardtrace.testing import fake_ranks as in_fake_ranks
@@ -91,5 +92,5 @@ def test_off_if_a_default_executor_fuses(monkeypatch):
     class Data:
         executors_list = (*defaults, *thunder.get_always_executors())
 
-    add_kernels(Data)
+    add_kernels(Data, default_cost_model("cpu", "gloo"))
     assert shardtrace.kernels not in Data.executors_list
