@@ -12,8 +12,8 @@ Note [Small regions]
 ~~~~~~~~~~~~~~~~~~~~
 To compile a region takes one to three seconds the first time, however little it computes. A GPT has half a dozen small
 ones around its blocks: the positions, the embedding, the last norm, the gradients of these. A region whose fusion saves
-less than a thousandth of the trace's compute stays lines. Equal regions, such as those of equal blocks, are compiled
-once, and count together.
+less than two thousandths of the trace's compute, which repays its compilation only after a quarter of an hour, stays
+lines. Equal regions, such as those of equal blocks, are compiled once, and count together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  #
 NORMS = {"aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm"}
 
 
-SMALL = 1e-3  # of the seconds of a trace's lines
+SMALL = 2e-3  # of the seconds of a trace's lines
 
 
 class Regions(TorchCompileExecutor):
