@@ -39,7 +39,12 @@ from thunder.core.transform_common import dce
 from thunder.core.utils import producers_and_consumers
 from thunder.executors.data_dependent_partition import fuse_bound_symbols
 from thunder.executors.passes import update_fusion_call_ctx
-from thunder.executors.torch_compile import TorchCompileExecutor, torch_compile_ex, torch_compile_xentropy_ex
+from thunder.executors.torch_compile import (
+    TorchCompileExecutor,
+    make_compiled,
+    torch_compile_ex,
+    torch_compile_xentropy_ex,
+)
 from thunder.executors.utils import Region
 from thunder.extend import Executor, FusionExecutor
 from torch._ops import OpOverload
@@ -47,7 +52,6 @@ from torch._ops import OpOverload
 OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # a graph would end at such an operator
 
 NORMS = {"aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm"}
-
 
 SMALL = 2e-3  # of the seconds of a trace's lines
 
@@ -70,9 +74,10 @@ class Regions(TorchCompileExecutor):
         return not any(_ends_graph(*operation) for operation in operations)
 
     def fuse(self, region: Region, number: int) -> BoundSymbol:
-        lines = list(map(_tagged, region.bound_symbols))
-        region.bound_symbols = list(map(_calling_operator, lines))
-        return super().fuse(region, number).from_bsym(subsymbols=lines)
+        fusion = self._fusion(region, number)
+        lines = list(map(_calling_operator, fusion.subsymbols))
+        compiled = make_compiled(lines, list(fusion.args), list(fusion.output))
+        return fusion.from_bsym(_call_ctx={fusion.sym.name: compiled})
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """As Thunder's, but a small region stays lines, and a region of a single line of torch is that line."""
@@ -84,11 +89,16 @@ class Regions(TorchCompileExecutor):
         new = from_trace(trace)
         for group, region in zip(groups, regions, strict=True):
             keep = region is None or region in small
-            new.bound_symbols += group if keep else [self.fuse(region, next(numbers))]
-        new = update_fusion_call_ctx(dce(rematerialize(new)))
+            new.bound_symbols += group if keep else [self._fusion(region, next(numbers))]
+        new = update_fusion_call_ctx(dce(rematerialize(new)))  # calls fuse
         new.bound_symbols = list(map(_alone, new.bound_symbols))
         new.set_provenance(TraceProvenance("Regions for torch.compile"))
         return new
+
+    def _fusion(self, region: Region, number: int = 0) -> BoundSymbol:
+        inputs, outputs = ([unvariableify(v) for v in variables] for variables in (region.inputs, region.outputs))
+        sym = Symbol(f"TorchCompile{number}", meta=None, is_fusion=True, executor=self)
+        return BoundSymbol(sym, inputs, {}, outputs, list(map(_tagged, region.bound_symbols)))
 
     def _small(self, trace: TraceCtx, regions: Sequence[Region]) -> set[Region]:
         """Those that are not worth the time to compile them. See Note [Small regions]."""
@@ -96,7 +106,7 @@ class Regions(TorchCompileExecutor):
             return set()
         saved: dict[Hashable, float] = defaultdict(float)
         for region in regions:
-            saved[_kind(region)] += sum(map(self._seconds, region.bound_symbols)) - self._seconds(_fused(region))
+            saved[_kind(region)] += sum(map(self._seconds, region.bound_symbols)) - self._seconds(self._fusion(region))
         least = SMALL * sum(map(self._seconds, trace.bound_symbols))
         return {region for region in regions if saved[_kind(region)] < least}
 
@@ -104,11 +114,6 @@ class Regions(TorchCompileExecutor):
 def _kind(region: Region) -> Hashable:
     """Equal for the regions of equal blocks."""
     return tuple((b.sym.name, *(getattr(p, "shape", None) for p in b.flat_proxy_outs)) for b in region.bound_symbols)
-
-
-def _fused(region: Region) -> BoundSymbol:
-    inputs, outputs = ([unvariableify(v) for v in variables] for variables in (region.inputs, region.outputs))
-    return BoundSymbol(Symbol("region", meta=None, is_fusion=True), inputs, {}, outputs, region.bound_symbols)
 
 
 def _alone(bsym: BoundSymbol) -> BoundSymbol:
