@@ -58,7 +58,7 @@ options = {
     "mp_policy": "bf16",
     "compile_policy": policy,
     "bucketing_strategy": "block",
-    "jit_options": {"executors": ["torchcompile"]},  # fuses element-wise lines, as nvFuser does on a GPU
+    "jit_options": {"executors": ["sdpa", "torch_kernels", "torchcompile"]},  # fuses, as nvFuser does on a GPU
 }
 step = shardtrace.inspect(model, (batch, batch), **options)  # ZeRO-3, a bucket for each block, prefetch 1
 
