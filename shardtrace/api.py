@@ -22,8 +22,9 @@ from shardtrace.model.choose import (
 )
 from shardtrace.model.classes import attach
 from shardtrace.model.distribute import find_homes, shard_parameters
-from shardtrace.model.shards import complete_operators
-from shardtrace.model.state import ParameterMemory, ShardedState, keep_data
+from shardtrace.model.operators import complete_operators
+from shardtrace.model.shards import ParameterMemory
+from shardtrace.model.state import ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.options import parse_options
 from shardtrace.options.policies import (

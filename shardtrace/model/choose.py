@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from passes.plan import HostMemory, Placement, Wire
 from shardtrace.model.places import Place, places, sparse_embedding, uninitializable
-from shardtrace.model.state import REMEDY, ParameterMemory, link_of, state_around, state_of, states_in
+from shardtrace.model.shards import ParameterMemory
+from shardtrace.model.state import REMEDY, link_of, state_around, state_of, states_in
 from shardtrace.options.options import Options, canonical
 from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, parallel_dims, refuse_reductions
 from shardtrace.options.strategy import (

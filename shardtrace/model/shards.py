@@ -12,10 +12,8 @@ on with it: each call of torch that is given the old one gets the new one instea
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -24,19 +22,16 @@ from passes.kernels.torch_call import extent
 from passes.plan import Placement, Shape, Wire
 from shardtrace.model.places import Home, Owner, replace_data, shard, unshard
 from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.record.memory import Extent
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.experimental import register_sharding
-
-TOGETHER = ("foreach_addcdiv", "foreach_addcmul", "foreach_copy", "foreach_maximum", "foreach_minimum", "foreach_zero",
-            "fused_sgd", "fused_adagrad")  # fmt: skip
-_aten = torch.ops.aten
-DRAWS = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.rand_like.default,
-         _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype)  # fmt: skip
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def distributed(rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torch.Tensor:
@@ -131,43 +126,6 @@ class OwnedParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-def draw_whole(op: Any, args: Any, kwargs: Any) -> Any:
-    """Fills a DTensor with this rank's part of numbers that each rank draws for the whole one: those of one process."""
-    t, *others = args
-    whole = op(torch.empty(t.shape, dtype=t.dtype), *others, **kwargs)
-    drawn: Any = DTensor.from_local(whole, t.device_mesh, run_check=False).redistribute(placements=t.placements)
-    if not op._schema.is_mutable:
-        return drawn
-    t._local_tensor.copy_(drawn._local_tensor)
-    return t
-
-
-@functools.cache  # once for each process
-def complete_operators() -> None:
-    """Registers operators for DTensors that torch has left out: foreach and fused functions, all of them element by
-    element, which optimizers call, and what anomaly mode asks of each gradient. On CPUs also those that draw: torch
-    gives all ranks the same random numbers for different rows."""
-    if not torch.cuda.is_available():
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers.update(dict.fromkeys(DRAWS, draw_whole))
-    whole = [([Replicate()], [Replicate()])]
-    register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
-    pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")
-    known = DTensor._op_dispatcher.sharding_propagator
-    register = getattr(pointwise, "_register_single_dim_pointwise", None)
-    if register is None:  # before torch 2.13
-        several = pointwise.RuntimeSchemaInfo(needs_pytree=True)
-
-        def register(op: Any) -> None:
-            pointwise.register_op_strategy(op, schema_info=several)(pointwise.list_pointwise_strategy)
-
-    for name in (n + end for n in TOGETHER for end in ("", "_")):
-        packet = getattr(torch.ops.aten, f"_{name}")
-        for op in (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")):
-            if op not in getattr(known, "op_single_dim_strategy_funcs", ()) and op not in known.op_strategy_funcs:
-                register(op)
-
-
 def forward(old: nn.Parameter, new: nn.Parameter) -> None:
     """Lets ``old`` stand for ``new``, and frees its memory: Note [Forwarding]."""
     old.grad = None
@@ -205,6 +163,35 @@ class Forwarding(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return current(self).__reduce_ex__(protocol)
+
+
+# ---- their memory ----
+
+
+class ParameterMemory:
+    """The memory of several parameters, by their names. Weak references keep the addresses of storages from being used
+    again."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        self._extents: dict[int, list[tuple[StorageWeakRef, Extent, str]]] = {}
+        for name, t in named:
+            self.add(name, t)
+
+    def add(self, name: str, t: torch.Tensor) -> None:
+        if _has_memory(t):
+            storage = StorageWeakRef(t.untyped_storage())
+            self._extents.setdefault(storage.cdata, []).append((storage, Extent.of(t), name))
+
+    def owner(self, t: torch.Tensor) -> str:
+        """The name of a parameter on whose memory a tensor lies; empty if there is none."""
+        if not self._extents or not _has_memory(t):
+            return ""
+        mine, others = Extent.of(t), self._extents.get(StorageWeakRef(t.untyped_storage()).cdata, ())
+        return next((name for _, other, name in others if mine.begin < other.end and other.begin < mine.end), "")
+
+
+def _has_memory(t: torch.Tensor) -> bool:
+    return not is_lazy(t) and not is_traceable_wrapper_subclass(t) and t.layout == torch.strided and t.numel() > 0
 
 
 # ---- parameters that a script replaces ----

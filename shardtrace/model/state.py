@@ -18,7 +18,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from passes.comm.symbols import KeptGradients
 from passes.compat.jit import set_traced_device, unjitted
@@ -35,14 +35,14 @@ from passes.plan import (
     Step,
 )
 from passes.plan.bucket import Use, choose_pieces, group_uses
-from shardtrace.model.shards import Entry, PlanKey, was_replaced
+from shardtrace.model.operators import laid_out_like, whole_of
+from shardtrace.model.shards import Entry, ParameterMemory, PlanKey, was_replaced
 from shardtrace.options.options import Options
 from shardtrace.options.policies import Checks, ExpertParallel
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import Groups, is_alone, transport
-from shardtrace.record.memory import Extent
 from shardtrace.record.watcher import ATTRIBUTE, EAGER, PART_ATTRIBUTE
 
 import torch
@@ -52,11 +52,8 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
@@ -486,10 +483,12 @@ def refuse_shard(place: str, t: Any) -> None:
 
 
 class Link:
-    """A parameter's reference to its model and entry. Pickled as None, so that a saved parameter is an ordinary one."""
+    """A parameter's reference to its model and entry. ``shared`` are tensors on its memory that a script may keep: what
+    ``p.data`` was, or was set to. Pickled as None, so that a saved parameter is an ordinary one."""
 
     def __init__(self, state: ShardedState, entry: Entry) -> None:
         self.state, self.entry = state, entry
+        self.shared: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -502,30 +501,49 @@ def link_of(value: Any) -> Link | None:
 
 @functools.cache  # once for each process
 def keep_data() -> None:
-    """Makes ``p.data = values`` give a sharded parameter these values, which may be whole. torch changes the shape and
-    dtype of a DTensor then, and leaves its values as they are. Other DTensors are not changed."""
+    """Makes ``t.data = values`` give a DTensor these values, which may be whole. torch changes its shape and dtype
+    then, and leaves its values as they are.
+
+    A sharded parameter stays in the memory that compiled steps read. Therefore its earlier ``data`` move out of it,
+    with their values, and ``values`` into it.
+    """
     data = torch.Tensor.data
 
+    def take(self: DTensor) -> torch.Tensor:
+        found: torch.Tensor = data.__get__(self)  # type: ignore[attr-defined]
+        if (link := link_of(self)) is not None:
+            link.shared[id(found)] = found
+        return found
+
     def give(self: DTensor, values: Any) -> None:
-        if (link := link_of(self)) is None:
-            return data.__set__(self, values)  # type: ignore[attr-defined]
-        entry = link.entry
-        if tuple(values.shape) != entry.full_shape:
+        link = link_of(self)
+        if link is not None and tuple(values.shape) != link.entry.full_shape:
             raise RuntimeError(
-                f"the data of parameter {entry.name!r} has shape {tuple(values.shape)}, the parameter has "
-                f"{entry.full_shape}: give it a DTensor like the parameter, or whole values"
+                f"the data of parameter {link.entry.name!r} has shape {tuple(values.shape)}, the parameter has "
+                f"{link.entry.full_shape}: give it a DTensor like the parameter, or whole values"
             )
         with torch.no_grad():
-            alike = isinstance(values, DTensor) and values.device_mesh == entry.home.mesh
-            whole = values.full_tensor() if isinstance(values, DTensor) and not alike else values
-            new: Any = values.redistribute(placements=entry.home.placements) if alike else entry.part(whole)
-        if new.dtype == self.dtype:
-            self._local_tensor.copy_(new._local_tensor)  # in the memory that compiled steps read
-        else:
+            alike = isinstance(values, DTensor) and values.device_mesh == self.device_mesh
+            if alike:
+                new: Any = values if link is None else values.redistribute(placements=self.placements)
+            else:
+                whole = whole_of(values)
+                new = laid_out_like(self, whole) if link is None else link.entry.part(whole)
+        if link is None or new.dtype != self.dtype:
             data.__set__(self, new)  # type: ignore[attr-defined]
             self._local_tensor, self._spec = new._local_tensor, new._spec
+            return
+        mine: Any
+        for mine in [*link.shared.values()]:
+            if mine is not values and mine._local_tensor.data_ptr() == self._local_tensor.data_ptr():
+                mine._local_tensor = mine._local_tensor.clone()
+        self._local_tensor.copy_(new._local_tensor)
+        link.shared.clear()
+        if alike and values.placements == self.placements:
+            values._local_tensor = self._local_tensor
+            link.shared[id(values)] = values
 
-    DTensor.data = property(data.__get__, give)  # type: ignore[assignment,attr-defined]
+    DTensor.data = property(take, give)  # type: ignore[assignment]
 
 
 def state_of(module: nn.Module) -> ShardedState | None:
@@ -573,32 +591,6 @@ def sharded_states(model: nn.Module) -> tuple[nn.Module, list[ShardedState]]:
 
 
 REMEDY = "read the parameter itself in forward, or keep a clone() where the values before training are meant"
-
-
-class ParameterMemory:
-    """The memory of several parameters, by their names. Weak references keep the addresses of storages from being used
-    again."""
-
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-        self._extents: dict[int, list[tuple[StorageWeakRef, Extent, str]]] = {}
-        for name, t in named:
-            self.add(name, t)
-
-    def add(self, name: str, t: torch.Tensor) -> None:
-        if _has_memory(t):
-            storage = StorageWeakRef(t.untyped_storage())
-            self._extents.setdefault(storage.cdata, []).append((storage, Extent.of(t), name))
-
-    def owner(self, t: torch.Tensor) -> str:
-        """The name of a parameter on whose memory a tensor lies; empty if there is none."""
-        if not self._extents or not _has_memory(t):
-            return ""
-        mine, others = Extent.of(t), self._extents.get(StorageWeakRef(t.untyped_storage()).cdata, ())
-        return next((name for _, other, name in others if mine.begin < other.end and other.begin < mine.end), "")
-
-
-def _has_memory(t: torch.Tensor) -> bool:
-    return not is_lazy(t) and not is_traceable_wrapper_subclass(t) and t.layout == torch.strided and t.numel() > 0
 
 
 def lay_out_flat(

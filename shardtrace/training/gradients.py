@@ -214,7 +214,7 @@ def share_norms() -> WeakSet[ShardedState]:
         if spreads.keys() <= {ALONE}:
             return TORCHS_NORM(grads, norm_type, error_if_nonfinite, foreach)
         norms = [_norm(mine, spread, float(norm_type), foreach) for spread, mine in spreads.items()]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), float(norm_type))
         return TORCHS_NORM([total], norm_type, error_if_nonfinite)  # raises on every rank
 
     @functools.wraps(TORCHS_CLIP)

@@ -216,9 +216,91 @@ def gradients_by_hand(model, loss, optimizer, _):
     optimizer.step()
 
 
+def rows_and_elements(model, loss, optimizer, _):
+    loss().backward()
+    with torch.no_grad():
+        model.a.weight.grad[:2].zero_()
+        model.b.weight.grad[[0, 3]] = 0.0
+        model.b.bias.grad.data[torch.arange(5) > 2] = 0.0
+        optimizer.step()
+        model.a.bias[2:4] = 1.0
+        model.a.bias.data[-1].fill_(0.5)
+        model.b.weight.data.chunk(2)[1].mul_(0.5)
+        model.a.weight[1] = model.a.weight[0]
+        nn.init.constant_(model.b.weight[:2, 1], 0.3)
+        model.a.weight.view(-1)[3:5] = 0.2
+        model.a.weight.t()[1:3, 5].add_(0.1)
+        row, element = model.b.weight[3], model.b.weight[3][2]
+        for each in model.b.bias.unbind():
+            each.mul_(0.9)
+        model.b.weight.mul_(0.9)
+        row.add_(element.item())
+
+
+def clipping_by_hand(model, loss, optimizer, _):
+    loss().backward()
+    trained = [p for p in model.parameters() if p.grad is not None]
+    total = sum(p.grad.norm(2).item() ** 2 for p in trained) ** 0.5
+    largest = max(float(p.grad.abs().max()) for p in trained)
+    for p in trained:
+        p.grad.mul_(0.1 / (total + largest))
+    assert not any(p.grad.isnan().any() for p in trained)
+    model.a.bias.grad[-1] = float("nan")  # of the last rank
+    if not any(p.grad.isnan().any() for p in trained) or torch.isfinite(model.a.bias.grad).all():
+        raise AssertionError
+    model.a.bias.grad.nan_to_num_()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type="inf")
+    optimizer.step()
+
+
+def swapped_average(model, loss, optimizer, memory):
+    average = memory.setdefault("average", {n: p.data.clone() for n, p in model.named_parameters()})
+    loss().backward()
+    optimizer.step()
+    kept = {}
+    for name, p in model.named_parameters():
+        average[name].mul_(0.5).add_(p.data, alpha=0.5)
+        kept[name], p.data = p.data, average[name]
+    loss().item()
+    for name, p in model.named_parameters():
+        average[name], p.data = p.data.clone(), kept[name]
+    model.a.weight.data, other = model.a.weight.data * 0.9, model.a.weight.data
+    other.mul_(0.0)
+
+
+def gradients_as_data(model, loss, optimizer, _):
+    loss().backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data = p.grad.data / 2
+    optimizer.step()
+
+
+def distances(model, loss, optimizer, memory):
+    w, v = model.a.weight, model.b.weight
+    start = memory.setdefault("start", w.detach() * 0.5)
+    near = F.mse_loss(w, start) + F.smooth_l1_loss(w, start, beta=0.1) + F.huber_loss(w, start, delta=0.1)
+    norms = (w.norm(dim=0).sum() - 3) ** 2 + torch.stack([p.norm() for p in (w, v)]).sum() ** 2
+    (loss() + full(near + 0.1 * norms + 0.1 * (w.amax() - v.amin()) + 0.1 * w[:3].square().sum())).backward()
+    optimizer.step()
+
+
+def noise(model, loss, optimizer, memory):
+    loss().backward()
+    optimizer.step()
+    torch.manual_seed(memory.setdefault("seed", 7))
+    with torch.no_grad():
+        for p in (model.a.weight, model.b.bias):
+            p.add_(torch.empty_like(p).exponential_(), alpha=0.01)
+            p.mul_(torch.bernoulli(torch.full_like(p, 0.9)))
+            p.copy_(F.dropout(p, 0.1))
+    memory["seed"] = int(torch.randint(100, ()))
+
+
 SCRIPTS = (
     penalty, lamb, sam, weight_standardisation, spectral_penalty, fisher_merging, gradient_noise_scale, lookahead,
     gradient_centralisation, top_k, tying_by_hand, swag, lbfgs_by_hand, averaged, data, gradients_by_hand,
+    rows_and_elements, clipping_by_hand, swapped_average, gradients_as_data, distances, noise,
 )  # fmt: skip
 
 
