@@ -181,7 +181,8 @@ def write_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 class Window(DTensor):
-    """A view of a DTensor whose values torch has gathered for it. See Note [Windows]."""
+    """A view of a DTensor whose values torch has gathered for it. See Note [Windows]. Its methods and all
+    operators give the values of now, ``_local_tensor`` those of when it was taken."""
 
     source: DTensor
     view: Callable[[torch.Tensor], torch.Tensor]  # type: ignore[assignment]
@@ -198,6 +199,21 @@ class Window(DTensor):
             self.source.write(whole)
         else:
             self.source._local_tensor.copy_(laid_out_like(self.source, whole)._local_tensor)
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        return self.clone().full_tensor(**options)  # type: ignore[attr-defined]
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        return self.clone().to_local(**options)  # type: ignore[attr-defined]
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        return self.clone().redistribute(*args, **options)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
