@@ -37,15 +37,10 @@ VIEWS = (_aten.slice.Tensor, _aten.select.int, _aten.split.Tensor, _aten.split_w
 REDUCTIONS = tuple(getattr(packet, overload)
                    for packet in (_aten.norm, _aten.linalg_vector_norm, _aten.max, _aten.min, _aten.amax, _aten.amin,
                                   _aten.prod, _aten.any, _aten.all, _aten.logsumexp, _aten.aminmax)
-                   for overload in packet.overloads() if "out" not in overload)  # fmt: skip
+                   for overload in packet.overloads() if "out" not in overload and overload != "other")  # fmt: skip
 MEAN, NONE = 1, 0  # what ATen calls the reductions of a loss
-LOSSES = {  # backward of a loss, and where its reduction stands
-    _aten.mse_loss_backward.default: 3,
-    _aten.smooth_l1_loss_backward.default: 3,
-    _aten.huber_loss_backward.default: 3,
-    _aten.soft_margin_loss_backward.default: 3,
-    _aten.binary_cross_entropy_backward.default: 4,
-}
+LOSSES = (_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default,
+          _aten.soft_margin_loss_backward.default, _aten.binary_cross_entropy_backward.default)  # fmt: skip
 
 
 @functools.cache  # once for each process
@@ -97,6 +92,14 @@ def whole_of(t: Any) -> Any:
     if isinstance(t, Window):
         return t.whole()
     return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)._local_tensor if isinstance(t, DTensor) else t
+
+
+def write(t: DTensor, whole: torch.Tensor) -> None:
+    """Gives a DTensor values that each rank has."""
+    if isinstance(t, Window):
+        t.write(whole)
+    else:
+        t._local_tensor.copy_(laid_out_like(t, whole)._local_tensor)
 
 
 def laid_out_like(t: DTensor, whole: torch.Tensor) -> DTensor:
@@ -154,51 +157,50 @@ def mean_loss_backward(op: OpOverload, args: Any, kwargs: Any) -> Any:
 def fill_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Fills a DTensor with this rank's part of numbers that each rank draws for the whole one: those of one process."""
     t, *others = args
-    drawn = laid_out_like(t, op(torch.empty(t.shape, dtype=t.dtype), *others, **kwargs))
+    drawn = op(torch.empty(t.shape, dtype=t.dtype), *others, **kwargs)
     if not op._schema.is_mutable:
-        return drawn
-    t._local_tensor.copy_(drawn._local_tensor)
+        return laid_out_like(t, drawn)
+    write(t, drawn)
     return t
 
 
 def compute_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Computes with whole tensors on each rank, and takes this rank's part of the results."""
-    whole = op(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs))
-    found = pytree.tree_map_only(torch.Tensor, lambda t: laid_out_like(args[0], t), whole)
+    found = op(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs))
     if not op._schema.is_mutable:
-        return found
-    args[0]._local_tensor.copy_(found._local_tensor)
+        return pytree.tree_map_only(torch.Tensor, lambda t: laid_out_like(args[0], t), found)
+    write(args[0], found)
     return args[0]
 
 
 def write_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Writes at an index, which may be a plain tensor, the same on each rank."""
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    return (by_torch if all(isinstance(t, DTensor) for t in given) else compute_whole)(op, args, kwargs)
+    beside = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, torch.Tensor)]
+    is_mixed = isinstance(args[0], DTensor) and not all(isinstance(t, DTensor) for t in beside)
+    return (compute_whole if is_mixed else by_torch)(op, args, kwargs)
 
 
 # ---- windows ----
 
 
 class Window(DTensor):
-    """A view of a DTensor whose values torch has gathered for it. See Note [Windows]. Its methods and all
-    operators give the values of now, ``_local_tensor`` those of when it was taken."""
+    """A view of a DTensor whose values torch has gathered for it. See Note [Windows].
+
+    Its methods and all operators give the values of now, ``_local_tensor`` those of when it was taken.
+    """
 
     source: DTensor
-    view: Callable[[torch.Tensor], torch.Tensor]  # type: ignore[assignment]
+    view_of: Callable[[torch.Tensor], torch.Tensor]
 
     def whole(self) -> torch.Tensor:
         """The values of now, in memory of their own."""
-        return self.view(whole_of(self.source))
+        return self.view_of(whole_of(self.source))
 
     def write(self, values: torch.Tensor) -> None:
         """Gives the source these values where this window is."""
         whole = whole_of(self.source).clone()
-        self.view(whole).copy_(values)
-        if isinstance(self.source, Window):
-            self.source.write(whole)
-        else:
-            self.source._local_tensor.copy_(laid_out_like(self.source, whole)._local_tensor)
+        self.view_of(whole).copy_(values)
+        write(self.source, whole)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         return self.clone().full_tensor(**options)  # type: ignore[attr-defined]
@@ -220,13 +222,13 @@ class Window(DTensor):
         kwargs, schema = kwargs or {}, func._schema
         given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         written = [given[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        changed = [t for t in pytree.tree_leaves(written) if isinstance(t, Window)]
-        if changed:
+        changed = [t for t in pytree.tree_leaves(written) if isinstance(t, DTensor)]
+        if any(isinstance(t, Window) for t in changed):
             values = {id(t): whole_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)}
             now, named = pytree.tree_map_only(DTensor, lambda t: values[id(t)], (args, kwargs))
             func(*now, **named)
-            for window in changed:
-                window.write(values[id(window)])
+            for t in changed:
+                write(t, values[id(t)])
             return written[0] if schema.returns else None
         now, named = pytree.tree_map_only(Window, _as_dtensor, (args, kwargs))
         found = func(*now, **named)
@@ -257,13 +259,13 @@ def windows(op: OpOverload, args: Any, kwargs: Any, found: Any) -> Any:
     """The views ``found`` of ``args[0]``, as :class:`Window`."""
     source, *others = args
 
-    def view_of(number: int | None, whole: torch.Tensor) -> torch.Tensor:
+    def take(number: int | None, whole: torch.Tensor) -> torch.Tensor:
         views = op(whole, *others, **kwargs)
         return views if number is None else views[number]
 
     def window(number: int | None, t: DTensor) -> Window:
         new = Window(t._local_tensor, t._spec, requires_grad=False)
-        new.source, new.view = source, functools.partial(view_of, number)
+        new.source, new.view_of = source, functools.partial(take, number)
         return new
 
     return window(None, found) if isinstance(found, DTensor) else [window(i, t) for i, t in enumerate(found)]

@@ -229,7 +229,8 @@ def rows_and_elements(model, loss, optimizer, _):
         model.a.weight[1] = model.a.weight[0]
         nn.init.constant_(model.b.weight[:2, 1], 0.3)
         model.a.weight.view(-1)[3:5] = 0.2
-        model.a.weight.t()[1:3, 5].add_(0.1)
+        model.a.weight.t()[1:3, 5].view(2, 1).add_(0.1)
+        torch._foreach_mul_([model.a.weight[6], model.shift, model.b.weight[1:3]], 0.7)
         row, element = model.b.weight[3], model.b.weight[3][2]
         for each in model.b.bias.unbind():
             each.mul_(0.9)
