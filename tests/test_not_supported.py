@@ -37,7 +37,8 @@ def parallelism():
 
 
 def operators():
-    shardtrace.fsdp(nn.Linear(3, 3)).weight.flatten()
+    weight = shardtrace.fsdp(nn.Linear(3, 3)).weight
+    torch.cdist(weight, weight)
 
 
 def values():
@@ -79,7 +80,7 @@ def switches():
 
 REFUSED = {
     "pipeline parallelism": (parallelism, "mesh must have one dimension"),
-    "operators on parameters that DTensor lacks": (operators, "Cannot flatten unevenly sharded tensor"),
+    "operators on parameters that DTensor lacks": (operators, "does not have a sharding strategy"),
     "compiling code that branches on values of activations": (values, "depends on the values of tensors"),
     "a parameter that forward writes into": (writes, "weight"),
     "sparse or quantized parameters": (sparse, "is a sparse tensor"),

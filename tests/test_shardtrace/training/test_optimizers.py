@@ -18,8 +18,8 @@ MIXING = ["Muon", "Adafactor", "LBFGS"]
 
 
 def build(name, parameters):
-    options = {"Muon": {"lr": 0.1}, "Adafactor": {"lr": 0.1}, "LBFGS": {"lr": 0.1, "max_iter": 3}}
-    return getattr(torch.optim, name)(list(parameters), **options[name])
+    options = {"LBFGS": {"max_iter": 3}}
+    return getattr(torch.optim, name)(list(parameters), lr=0.1, **options.get(name, {}))
 
 
 def with_gradients(model):
@@ -193,7 +193,8 @@ def test_muon_on_owned_matrices_and_adamw_on_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp"), ("Muon", "zero3"), ("LBFGS", "zero3"), ("Muon", "owner")
+        ("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp"), ("Muon", "zero3"), ("LBFGS", "zero3"), ("Muon", "owner"),
+        ("Adafactor", "zero3"), ("Rprop", "zero3"),
     ],
 )  # fmt: skip
 def test_right_with(two_ranks, name, strategy):
