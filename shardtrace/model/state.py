@@ -533,6 +533,8 @@ def keep_data() -> None:
             data.__set__(self, new)  # type: ignore[attr-defined]
             self._local_tensor, self._spec = new._local_tensor, new._spec
             return
+        if new._local_tensor.data_ptr() == self._local_tensor.data_ptr():  # as in p.data = p.data
+            return
         mine: Any
         for mine in [*link.shared.values()]:
             if mine is not values and mine._local_tensor.data_ptr() == self._local_tensor.data_ptr():
