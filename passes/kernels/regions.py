@@ -101,7 +101,7 @@ class Regions(TorchCompileExecutor):
         return BoundSymbol(sym, inputs, {}, outputs, list(map(_tagged, region.bound_symbols)))
 
     def _small(self, trace: TraceCtx, regions: Sequence[Region]) -> set[Region]:
-        """Those that are not worth the time to compile them. See Note [Small regions]."""
+        """The regions that are not worth the time it takes to compile them. See Note [Small regions]."""
         if self._seconds is None:
             return set()
         saved: dict[Hashable, float] = defaultdict(float)

@@ -77,7 +77,7 @@ def complete_operators() -> None:
 
 
 def by_torch(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What torch computes without our handler."""
+    """Runs the operator as torch does, without our handler."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     ours = handlers.pop(op, None)
     try:
@@ -91,7 +91,11 @@ def whole_of(t: Any) -> Any:
     """A plain tensor with the values of all ranks, if ``t`` is a DTensor. A collective."""
     if isinstance(t, Window):
         return t.whole()
-    return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)._local_tensor if isinstance(t, DTensor) else t
+    return gathered(t)._local_tensor if isinstance(t, DTensor) else t
+
+
+def gathered(t: DTensor) -> DTensor:
+    return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
 
 
 def write(t: DTensor, whole: torch.Tensor) -> None:
@@ -126,7 +130,7 @@ def reduce_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
 
     t, *others = args
     if any(_leaves_some_empty(t, p, size) for p, size in zip(t.placements, t.device_mesh.shape, strict=True)):
-        args = (t.redistribute(placements=[Replicate()] * t.device_mesh.ndim), *others)  # no maximum of no rows
+        args = (gathered(t), *others)  # no maximum of no rows
     return pytree.tree_map(complete, by_torch(op, args, kwargs))
 
 
@@ -186,14 +190,14 @@ def write_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
 class Window(DTensor):
     """A view of a DTensor whose values torch has gathered for it. See Note [Windows].
 
-    Its methods and all operators give the values of now, ``_local_tensor`` those of when it was taken.
+    Its methods and all operators use the current values; ``_local_tensor`` has those from when it was taken.
     """
 
     source: DTensor
     view_of: Callable[[torch.Tensor], torch.Tensor]
 
     def whole(self) -> torch.Tensor:
-        """The values of now, in memory of their own."""
+        """The current values, in memory of their own."""
         return self.view_of(whole_of(self.source))
 
     def write(self, values: torch.Tensor) -> None:
@@ -248,11 +252,10 @@ def view(op: OpOverload, args: Any, kwargs: Any) -> Any:
     except RuntimeError:  # the same on each rank: it depends on shapes and placements
         if not any(p.is_shard() for p in t.placements):
             raise
-        whole = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-        return windows(op, args, kwargs, by_torch(op, (whole, *others), kwargs))
+        return windows(op, args, kwargs, by_torch(op, (gathered(t), *others), kwargs))
     first = found if isinstance(found, DTensor) else next(iter(found), t)
-    gathered = any(a.is_shard() and b.is_replicate() for a, b in zip(t.placements, first.placements, strict=True))
-    return windows(op, args, kwargs, found) if gathered else found
+    is_copy = any(a.is_shard() and b.is_replicate() for a, b in zip(t.placements, first.placements, strict=True))
+    return windows(op, args, kwargs, found) if is_copy else found
 
 
 def windows(op: OpOverload, args: Any, kwargs: Any, found: Any) -> Any:

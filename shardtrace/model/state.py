@@ -533,7 +533,7 @@ def keep_data() -> None:
             data.__set__(self, new)  # type: ignore[attr-defined]
             self._local_tensor, self._spec = new._local_tensor, new._spec
             return
-        if new._local_tensor.data_ptr() == self._local_tensor.data_ptr():  # as in p.data = p.data
+        if new._local_tensor.is_set_to(self._local_tensor):  # as in p.data = p.data
             return
         mine: Any
         for mine in [*link.shared.values()]:

@@ -288,7 +288,7 @@ def _written(bsym: BoundSymbol) -> Iterator[str]:
 
 def add_kernels(data: Any, cost: CostModel) -> None:
     """Adds torch's own kernels to the executors of Thunder's ``data`` of a compilation, and lets torch.compile have the
-    lines of torch, in regions that are worth it by ``cost``.
+    lines of torch, in the regions that ``cost`` says are worth compiling.
 
     No kernels if the user chose the executors, or if a default one fuses (nvFuser). They go ahead of Thunder's
     executor for cross entropy, which would fuse nothing else, and after those with attention for CUDA.
