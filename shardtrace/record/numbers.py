@@ -297,10 +297,11 @@ def _fits(number: Any) -> bool:
 
 
 def _stand_ins(value: Any, seen: set[int]) -> Iterator[StandIn]:
-    """The stand-ins in a structure of any objects."""
+    """The stand-ins in a structure of any objects. A number of ours leads to its owner, as large as a script, and to no
+    stand-in."""
     if type(value) is StandIn:
         yield value
-    elif not isinstance(value, (*LEAVES, torch.Tensor)) and id(value) not in seen:
+    elif not isinstance(value, (*LEAVES, torch.Tensor, Number)) and id(value) not in seen:
         seen.add(id(value))
         for _, _, v in parts(value):
             yield from _stand_ins(v, seen)

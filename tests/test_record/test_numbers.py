@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import shardtrace
 from shardtrace.model import tracing
 from shardtrace.model.state import own_state
-from shardtrace.record.numbers import VARIANTS
+from shardtrace.record.numbers import VARIANTS, Number, Place, _stand_ins
 
 import pytest
 import thunder
@@ -203,6 +203,18 @@ def test_backward_of_an_earlier_step_has_its_own_numbers(single_rank):
         sum(sums).backward()
         gradients.append(net.linear.weight.grad.view(4, 4))
     torch.testing.assert_close(*gradients)
+
+
+class Sample:
+    @property
+    def __dict__(self):
+        pytest.fail("is looked at")
+
+
+def test_what_stands_beside_a_number_is_not_searched():
+    """The globals of a script with a counter of steps may hold all its data."""
+    beside = {"STEPS": 1, "DATA": [Sample()]}
+    assert list(_stand_ins(Number(Place(beside, "STEPS", "STEPS")), set())) == []
 
 
 def test_a_line_says_what_is_compiled_again_and_old_steps_are_dropped(single_rank, monkeypatch):
