@@ -24,13 +24,13 @@ from passes.compat.versions import missing_nvfuser
 
 import optree
 import torch
-from thunder.core import dtypes, interpreter, jit_ext, pytree, utils
+from thunder.core import dtypes, interpreter, jit_ext, prims, pytree, transform_common, utils
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst, do_raise, get_interpreterruntimectx
 from thunder.core.jit_ext import _maybe_update_proxy_name, get_jit_ctx, should_register_for_prologue
 from thunder.core.module import ThunderModule
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.transform_common import Transform
@@ -564,11 +564,13 @@ def trace_faster() -> None:
     signature of a symbol at each line, lists the types that it can flatten at each container, and describes all
     functions around a compilation, of which it wants one. Python 3.11 takes a lock for each cached property.
     """
-    trees = _Trees()
+    trees, remove = _Trees(), transform_common.remove_duplicate_number_proxies
     faster: dict[Any, Any] = {
         pytree.tree_flatten: trees.flatten,
         pytree.tree_flatten_with_dataclass: trees.flatten_with_dataclass,
         utils.safe_map_flat: trees.map,
+        utils.producers: _producers,
+        remove: _without_duplicate_numbers(remove),
     }
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("thunder", "passes"):
@@ -667,6 +669,32 @@ def _gathering_once(python_callable: Callable[..., Any]) -> Callable[..., Any]:
             del self._gather_ctxs
 
     return with_one_gathering
+
+
+_MAKE_NOTHING = {prims.PrimIDs.COMMENT, prims.PrimIDs.PRINT, prims.PrimIDs.RETURN}
+
+
+def _producers(trace_or_bsyms: Any, *, _map_to_numbers: bool = False) -> utils.ProxyDict:
+    """The first line that makes each value, or its number."""
+    found, known = utils.ProxyDict(), set[str]()
+    for i, bsym in enumerate(trace_or_bsyms if isinstance(trace_or_bsyms, list) else trace_or_bsyms.bound_symbols):
+        if bsym.sym.id in _MAKE_NOTHING or known.issuperset(made := {o.name: o for o in bsym.flat_proxy_outs}):
+            continue
+        for name in made.keys() - {a.name for a in bsym.flat_proxy_args} - known:
+            known.add(name)
+            found[made[name]] = i if _map_to_numbers else bsym
+    return found
+
+
+def _without_duplicate_numbers(remove: Callable[..., list[BoundSymbol]]) -> Callable[..., list[BoundSymbol]]:
+    """``remove`` makes all lines anew, which then look for their proxies again. It is for lines that make numbers."""
+
+    @functools.wraps(remove)
+    def without(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+        is_plain = all(b.flat_outs and not any(isinstance(o, NumberProxy) for o in b.flat_outs) for b in bsyms)
+        return list(bsyms) if is_plain else remove(bsyms)
+
+    return without
 
 
 class _Cached:

@@ -17,9 +17,9 @@ from passes.compat.jit import (
 import pytest
 import thunder
 import torch
-from thunder.core import pytree, utils
+from thunder.core import pytree, transform_common, utils
 from thunder.core.devices import cpu
-from thunder.core.proxies import tensorproxy
+from thunder.core.proxies import numberproxy, tensorproxy
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import Transform
@@ -143,3 +143,21 @@ def test_functions_of_traces_know_the_objects_that_thunder_gathers():
     assert "_gather_ctxs" not in vars(trace)
     expected = trace.python_ctx()
     assert {name: found[name] for name in expected} == expected
+
+
+def test_what_makes_a_value_and_numbers_that_are_made_twice():
+    function = thunder.jit(lambda a: torch.sin(a) * torch.cos(a))
+    function(torch.ones(2))
+    trace = thunder.last_traces(function)[-1]
+    lines = trace.bound_symbols
+    makers = utils.producers(trace, _map_to_numbers=True)
+    for number, line in enumerate(lines):
+        for made in line.flat_proxy_outs:
+            assert lines[makers[made]] is utils.producers(list(lines))[made]
+            assert makers[made] == number or made in line.flat_proxy_args  # a line that unpacks it
+    remove = transform_common.remove_duplicate_number_proxies
+    assert all(a is b for a, b in zip(remove(lines), lines, strict=True))
+    with tracectx(TraceCtx()):
+        n = numberproxy(int, 3)
+    twice = [lines[0].from_bsym(output=output) for output in (n, (n, lines[0].output), n)]
+    assert [b.output for b in remove(twice)] == [n, (3, lines[0].output)]
