@@ -95,13 +95,17 @@ def collectives(trace: TraceCtx) -> list[Collective]:
     return [_row(bsym, phase) for bsym in issues(trace)]
 
 
-def issues(trace: TraceCtx) -> Iterator[BoundSymbol]:
-    """The lines that issue the collectives of a trace, in order, with those inside of its lines."""
+def issues(trace: TraceCtx, *, once: bool = False) -> Iterator[BoundSymbol]:
+    """The lines that issue the collectives of a trace, in order, with those inside of its lines. ``once``: those of a
+    function only at its first call."""
+    seen = set[BlockFunction]()
     for bsym in trace.bound_symbols:
         if is_issue(bsym) or is_sequence_issue(bsym):
             yield bsym
         elif (called := block_function(bsym)) is not None:
-            yield from issues(called.trace)
+            if not (once and called in seen):
+                yield from issues(called.trace, once=once)
+            seen.add(called)
         elif is_products(bsym):
             yield from filter(is_sequence_issue, bsym.subsymbols)
 

@@ -578,6 +578,7 @@ def trace_faster() -> None:
                 if isinstance(value, FunctionType) and value in faster:
                     setattr(module, attribute, faster[value])
     Symbol.normalize = _normalize
+    BoundSymbol.from_bsym = _keeping(BoundSymbol.from_bsym)
     BoundSymbol.gather_ctxs = _gather_ctxs
     TraceCtx.python_callable = _gathering_once(TraceCtx.python_callable)
     for attribute, value in list(vars(BoundSymbol).items()) if sys.version_info < (3, 12) else ():
@@ -617,6 +618,8 @@ class _Trees:
         return self._flatten_all(tree)
 
     def map(self, f: Callable[..., Any], *args: Any) -> Any:
+        if all(type(x) is list and len(x) == len(args[0]) and all(isinstance(v, Proxy) for v in x) for x in args):
+            return tuple(map(f, *args))
         flat, specs = zip(*(self.flatten(_as_tuples(x)) for x in args), strict=True)
         assert all(spec == specs[0] for spec in specs), f"argument layout mismatch: {args}"
         return pytree.tree_unflatten(list(map(f, *flat)), specs[0])
@@ -695,6 +698,25 @@ def _without_duplicate_numbers(remove: Callable[..., list[BoundSymbol]]) -> Call
         return list(bsyms) if is_plain else remove(bsyms)
 
     return without
+
+
+_OF_ARGUMENTS = ("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args")
+_OF_OUTPUT = ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs")
+
+
+def _keeping(from_bsym: Callable[..., BoundSymbol]) -> Callable[..., BoundSymbol]:
+    """A line that is like another one but for its header or tags has the same proxies."""
+
+    @functools.wraps(from_bsym)
+    def copied(self: BoundSymbol, **new: Any) -> BoundSymbol:
+        made, known = from_bsym(self, **new), vars(self)
+        same = () if "args" in new or "kwargs" in new else _OF_ARGUMENTS
+        for name in same if "output" in new else (*same, *_OF_OUTPUT):
+            if name in known:
+                vars(made)[name] = known[name]
+        return made
+
+    return copied
 
 
 class _Cached:

@@ -246,7 +246,7 @@ def _cotangents(backward: TraceCtx) -> int:
 def memory_reserved(step: Sequence[TraceCtx], tensors: int, hardware: Hardware) -> dict[str, int]:
     """The bytes that a device needs beside those of tensors, by kind."""
     groups = {bucket_of(b).plan.axis for t in step for b in t.bound_symbols if is_issue(b)}
-    groups |= {part_at(b).plan.axis for t in step for b in issues(t) if is_sequence_issue(b)}
+    groups |= {part_at(b).plan.axis for t in step for b in issues(t, once=True) if is_sequence_issue(b)}
     found = {
         "context": hardware.context,
         "communicators": len(groups) * hardware.communicator,
