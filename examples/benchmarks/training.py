@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from passes.comm import messages
+from passes.comm import native
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Silenced:
     def turn(self) -> Iterator[None]:
         parameters = list(self.training.model.parameters())
         before = [p.detach().clone() for p in parameters]
-        with mock.patch.object(messages, "exchange", _send_nothing):
+        with mock.patch.object(native, "exchange", _send_nothing):
             yield
         with torch.no_grad():
             for p, values in zip(parameters, before, strict=True):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.comm import messages
-from passes.comm.messages import InFlight
+from passes.comm import native
+from passes.comm.native import InFlight
 from passes.plan import Bucket
 from passes.plan.bucket import summed_to
 
@@ -80,7 +80,7 @@ def _exchange(rows: Sequence[torch.Tensor], sizes: Sequence[int], bucket: Bucket
         work = dist.all_to_all_single(received, sent, list(sizes), out, group=plan.group, async_op=True)
         return InFlight([work], received, sent)
     mine, places = sent.split(out), received.split(list(sizes))
-    works = messages.exchange(bucket, mine, places)
+    works = native.exchange(bucket, mine, places)
     places[plan.rank].copy_(mine[plan.rank])
     return InFlight(works, received, sent)
 

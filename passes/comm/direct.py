@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from passes.comm import messages
+from passes.comm import native
 from passes.comm.native import finish_all_reduce, issue_all_reduce  # noqa: F401  gloo's own
 from passes.plan import Bucket, Member
 from passes.plan.bucket import summed_to
@@ -42,13 +42,13 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
         full = shards[i].new_empty(parameter.full_shape, dtype=layout.dtype)
         places = [full.view(-1)[start:stop] for start, stop in parameter.pieces]
         mine = shards[i].reshape(-1)[: places[rank].numel()].to(layout.dtype)  # without padding
-        future.works.extend(messages.exchange(bucket, [mine] * len(places), places))
+        future.works.extend(native.exchange(bucket, [mine] * len(places), places))
         places[rank].copy_(mine)
         future.sent.append(mine)
         future.received.append(full)
     if layout.small:
         row = bucket.packed.flat_row([shards[i] for i in layout.small]).to(layout.dtype)
-        small = messages.gather(row, bucket.packed.row_sizes, bucket)
+        small = native.gather(row, bucket.packed.row_sizes, bucket)
         future.works.extend(small.works)
         future.sent.append(row)
         future.received.append(small.received)
@@ -93,7 +93,7 @@ def _collect(future: InFlight, bucket: Bucket, grad: torch.Tensor, pieces: Seque
     """Sends each rank its piece of a flat gradient, and receives from each its part of this rank's piece."""
     rank = bucket.plan.rank
     others = grad.new_empty(bucket.plan.world_size - 1, pieces[rank].numel()).unbind()
-    future.works.extend(messages.exchange(bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]]))
+    future.works.extend(native.exchange(bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]]))
     future.sent.append(grad)
     future.received.append(others)
 

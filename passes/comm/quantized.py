@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from passes.comm import messages
+from passes.comm import native
 from passes.plan import Bucket, Ends, Member, Placement, Wire
 from passes.plan.bucket import Layout, summed_to
 from passes.plan.cost import Kernels
@@ -502,7 +502,7 @@ class _Gather:
     def __init__(self, format: Format) -> None:
         self.format = format
 
-    def issue(self, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> messages.InFlight:
+    def issue(self, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> native.InFlight:
         packing: Packing = bucket.prepared
         rank = packing.rank
         row = shards[0].new_empty(1, packing.row_bytes[rank], dtype=torch.uint8)
@@ -515,9 +515,9 @@ class _Gather:
         if packing.exact_layout is not None:
             exact = packing.exact_layout.pieces([shards[i] for i in packing.exact])
             torch.cat(exact, out=packing.exact_of(row, rank).view(-1))
-        return messages.gather(row.view(-1), packing.row_bytes, bucket)
+        return native.gather(row.view(-1), packing.row_bytes, bucket)
 
-    def finish(self, future: messages.InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    def finish(self, future: native.InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
         packing: Packing = bucket.prepared
         stacks = packing.cut(future.wait(), packing.stacks)
         full: dict[int, torch.Tensor] = {}
@@ -551,7 +551,7 @@ class _Reducing(NamedTuple):
     """Parts of gradients in flight. ``own`` are this rank's parts of its shards: rounded members in fp32, divided and
     padded to whole blocks, exact ones in the dtype of the bucket."""
 
-    parts: messages.InFlight
+    parts: native.InFlight
     own: torch.Tensor
     own_exact: torch.Tensor | None
 
@@ -599,7 +599,7 @@ class _Reduce:
                 packing.exact_of(rows, first).copy_(values.view(len(rows), -1))
         if at_once:
             sent = packing.without_own(sent)
-        return _Reducing(messages.swap(sent, packing.row_bytes, bucket), own, own_exact)
+        return _Reducing(native.swap(sent, packing.row_bytes, bucket), own, own_exact)
 
     def _pack_at_once(self, flat: Mapping[int, torch.Tensor], cut: Stacks, own: torch.Tensor, bucket: Bucket) -> None:
         packing: Packing = bucket.prepared

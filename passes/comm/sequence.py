@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from passes.comm.messages import InFlight
+from passes.comm.native import InFlight
 from passes.comm.symbols import CollectiveOp, Held, Property, symbol
 from passes.compat.versions import all_gather_single, reduce_scatter_single
 from passes.plan.plan import ContextPlan, Split

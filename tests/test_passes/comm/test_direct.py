@@ -2,7 +2,7 @@
 
 import shardtrace  # noqa: F401
 from passes.comm import direct
-from passes.comm.messages import PIECE
+from passes.comm.native import PIECE
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
 from passes.plan.bucket import SMALL
 from shardtrace.model.places import Home, shard

@@ -14,7 +14,7 @@ from pathlib import Path
 import shardtrace  # noqa: F401
 from passes.analysis.recognise import is_products, is_trip
 from passes.analysis.verify import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
-from passes.comm import activations, cuts, direct, messages, native, quantized, sequence, symbols
+from passes.comm import activations, cuts, direct, native, quantized, sequence, symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
 from passes.kernels.aten import symbol_of
@@ -211,7 +211,7 @@ class OnesOwn:
     @staticmethod
     def issue(shards, bucket):
         row = bucket.layout.flat_row(shards)
-        return messages.gather(row, bucket.layout.row_sizes, bucket), row.neg()
+        return native.gather(row, bucket.layout.row_sizes, bucket), row.neg()
 
     @staticmethod
     def finish(future, bucket):
@@ -400,7 +400,7 @@ ORDERING = {"wait", "wait_stream", "wait_event", "record", "record_event", "reco
 ENDS = {"_wait", "mark"}  # of ours: they call the above
 SURROUNDING = {"stream", "ahead", "back"}  # with host.ahead(): what is inside runs on another stream
 TRANSPORTS = {
-    "native": native, "direct": direct, "cuts": cuts, "messages": messages, "quantized": quantized,
+    "native": native, "direct": direct, "cuts": cuts, "quantized": quantized,
     "symbols": symbols, "sequence": sequence, "activations": activations, "runtime": runtime,
 }  # fmt: skip
 
@@ -484,7 +484,7 @@ def mutated(module, inside, code):
 def first_cases(transport):
     """A part of the names of those that are likely to find its mutants."""
     names = {"native", "direct", "cuts", "quantized", "sequence"}
-    return transport if transport in names else "native" if transport == "messages" else "host"
+    return transport if transport in names else "host"
 
 
 def test_each_call_that_orders_streams_is_needed():
