@@ -70,8 +70,7 @@ from passes.save import (
 from passes.schedule import schedule, wait_copies
 from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
-from passes.split_parameters import Tensors, split_parameters
-from passes.split_sequence import split_sequence
+from passes.split import Tensors, split_parameters, split_sequence
 
 import torch
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace

@@ -2,7 +2,7 @@
 
 From a product whose factor can be cut along the dim that is summed, the lines are followed backward to the parameters
 of the products that make this factor. The region between them is cut if no other line reads its values. See
-:mod:`passes.split_parameters`.
+``split_parameters`` in :mod:`passes.split`.
 """
 
 from __future__ import annotations

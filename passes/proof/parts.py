@@ -42,7 +42,7 @@ from passes.plan.dims import is_linear
 from passes.plan.plan import ContextPlan, Split
 from passes.proof.program import Numbers, constant, text_of
 from passes.sequence import Context
-from passes.split_sequence import given_parts
+from passes.split import given_parts
 from passes.writer import place
 
 import torch

@@ -43,7 +43,7 @@ from passes.pipeline import Compilation, Facts, FirstStage, Observe, Pass, pipel
 from passes.plan import Axis, CostModel, Gradients, ShardedParameter
 from passes.plan.plan import ContextPlan, Split
 from passes.sequence import Context
-from passes.split_parameters import Tensors
+from passes.split import Tensors
 from shardtrace.model.shards import current
 from shardtrace.model.state import REMEDY, ShardedState, link_of, own_state, refuse_shard, states_in
 from shardtrace.options.policies import ExpertParallel

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from passes.plan import CostModel
 from passes.plan.cost import hardware
-from passes.split_sequence import NoExpertsError
+from passes.split import NoExpertsError
 from shardtrace.inspector.step_data import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.policies import NO_WIRES, flat, needs, parse_allowed, parse_bytes, parse_count

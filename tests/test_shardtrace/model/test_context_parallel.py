@@ -589,7 +589,7 @@ def test_own_parts_without_their_gradients_are_not_proven(fake_ranks, monkeypatc
         return shardtrace.prove(model).verdict
 
     assert verdict() == "proven"
-    for module in ("sequence", "split_sequence"):
+    for module in ("sequence", "split"):
         monkeypatch.setattr(sys.modules[f"passes.{module}"], symbol, lambda x, part: x, raising=False)
     assert verdict() == "unproven"
 

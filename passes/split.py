@@ -1,4 +1,31 @@
-"""Pass: each rank computes on its part of the sequence (context parallelism). The model stays as it is.
+"""Passes that split a computation over ranks that share parameters or a sequence. The model stays as it is.
+
+``split_parameters``: each rank computes with its part of the parameters (tensor parallelism).
+
+    t1 = linear(x, w1, b1)      w1 and b1 are cut along rows, and so is t1: nothing is sent
+    t2 = gelu(t1)               computed on parts, as the table of dims says
+    t3 = linear(t2, w2)         w2 is cut along columns: each rank has a part of a sum, which ranks add up
+    t4 = t3 + b2                after the sum, once
+
+Each rank gets the sum of its rows only, of the batch or of the sequence, if they divide. What follows is computed on
+rows, which are gathered where a line needs all of them, such as the next product (Korthikanti et al., 2022). The pass
+writes all lines with rows, and all with whole sums, and keeps what sends less.
+
+Which parameters are cut is found from products such as the last one: from ``t2``, cut along its last dim, the lines are
+followed backward to the parameters. Heads of attention are found in this way, through transposes and reshapes: each
+rank has some of them. A value that other lines read as well, or that comes from a line without a rule, is computed
+whole and cut there. If no product upstream computes only a part of its columns, nothing is cut.
+
+The head of a language model is found from its loss, of which ranks compute three numbers for each row of their classes
+(:mod:`passes.kernels.losses`). Tables of embeddings are cut by rows where that sends no more.
+
+Ranks draw different random numbers. For a value that all of them hold, each draws a part, and the parts are gathered.
+
+A dim of ``outer * ranks * inner`` elements is split along the middle: rows of queries, keys and values in one matrix
+are ``Split(0, 3, ranks, inner)``. The gradient of a value that all ranks hold is the sum of theirs, and so is that of a
+parameter: see Note [Gradients] in :mod:`passes.comm.sequence`.
+
+``split_sequence``: each rank computes on its part of the sequence (context parallelism).
 
 The recorded computation is that of the whole sequence. From the arguments, which are cut, this pass follows the lines:
 
@@ -18,29 +45,32 @@ without a rule is computed on whole operands, as without this pass. See Note [Gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from passes.analysis.dims import TorchLine, attention_arguments, loss_arguments, of_each_dim
-from passes.analysis.recognise import (
-    is_return,
-    is_unpack,
-    part_at,
-)
+from passes.analysis.calls import block_of
+from passes.analysis.dims import TorchLine, attention_arguments, loss_arguments, of_each_dim, product_of, without_bias
+from passes.analysis.recognise import is_return, is_unpack, part_at
 from passes.comm.sequence import (
     Part,
     cut,
     exchange_heads,
     exchange_positions,
     from_own_input,
+    gather_output,
     gather_parts,
+    scatter_parts,
     sum_parts,
 )
 from passes.kernels.attention import CausalAttention
+from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.torch_call import call_of
 from passes.plan import Axis, TracedParameters
 from passes.plan.plan import Split
-from passes.search import Search
+from passes.search import EMBEDDING, LINEAR, LOSS, How, Search, table_of, takes_classes
 from passes.sequence import Blocks, Context, Rules, Splitter, Value, add_input, add_return
 from passes.writer import writing
 
@@ -50,6 +80,149 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+
+
+@dataclass
+class Tensors(Context):
+    """The ranks that compute with parts of parameters. ``hows`` says of some parameters, by name, how they are cut; the
+    pass chooses for the others."""
+
+    hows: Mapping[str, How] = field(default_factory=dict)
+
+
+def split_parameters(
+    computation: TraceCtx, *, tensors: Tensors | None, context: Context | None, parameters: TracedParameters
+) -> TraceCtx:
+    """Lets each rank compute with its part of the parameters.
+
+    Takes: a computation as it was recorded, with whole parameters.
+    Gives: the lines on parts, with the sums over ranks that their results need.
+    No-op when: no ranks share the parameters of a product.
+
+    Raises:
+        RuntimeError: if random numbers would have to be the same on all ranks and cannot be drawn in parts, or if a
+            parameter is to be cut that is not the matrix of a product, or does not divide by the ranks.
+    """
+    if tensors is None or tensors.plan.ranks == 1:
+        return computation
+    names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
+    hows = {proxy: tensors.hows.get(name) for proxy, name in names.items()}
+    search = Search(computation, hows, tensors.plan.ranks, names)
+    chosen = search.run()
+    tables = search.find_tables(context.plan.ranks if context is not None else 1)
+    tensors.remarks |= dict.fromkeys(_remarks(search))
+    found: list[TraceCtx] = []
+    for rows in (True, False) if chosen else (False,):
+        rules = Rules(
+            {**RULES_OF_PARAMETERS, EMBEDDING: partial(_embedding, tables=tables)}, Blocks().call, eager=True, rows=rows
+        )
+        to = Splitter(computation, tensors.plan, rules, tensors.remarks, chosen=chosen)
+        with writing():
+            for line in filter(is_unpack, computation.bound_symbols):
+                add_input(to, line, tensors, sharded=parameters.get(line.output) is not None)
+            to.follow_lines()
+            for line in filter(is_return, computation.bound_symbols):
+                add_return(to, line, tensors)
+        found.append(to.writer.finished())
+    return min(found, key=lambda trace: bytes_sent(trace.bound_symbols))
+
+
+def bytes_sent(lines: Iterable[BoundSymbol]) -> int:
+    """The bytes of values that lines send, also those of blocks. A sum sends twice as many as a gather or a scatter."""
+    sent = 0
+    for line in lines:
+        if (block := block_of(line)) is not None:
+            sent += bytes_sent(block.trace.bound_symbols)
+        elif line.sym.id in SENT:
+            whole = line.args[0] if line.sym.id == scatter_parts.id else line.output
+            sent += SENT[line.sym.id] * whole.numel * whole.dtype.bytes
+    return sent
+
+
+SENT = {sum_parts.id: 2, scatter_parts.id: 1, gather_parts.id: 1, gather_output.id: 1}
+
+
+def _remarks(search: Search) -> Iterator[str]:
+    """What is computed whole, although it could be shared if it had another shape or place."""
+    if not search.found:
+        yield f"no parameter is split over the {search.ranks} ranks of tensor_parallel"
+    whole = (search.names[p] for p in search.matrices if p not in search.found)
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in whole)
+    if search.found and kinds:
+        yield f"each rank computes the whole products with {', '.join(kinds)}"
+
+
+# ---- parts of parameters: products with a bias ----
+
+
+def _biased(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """A product of which each rank has a part of the sum. The bias is added to the sum of all ranks."""
+    product = product_of(call)
+    if product is None or product.bias is None:
+        return False
+    last, dim = product.x.ndim - 1, product.inner
+    of_x = [s for s in to.splits(product.x) if s.dim == last]
+    of_weight = [s._replace(dim=last) for s in to.splits(product.weight) if s.dim == dim]
+    split = next(iter([*of_x, *of_weight]), None)
+    if split is None:
+        return False
+    x, weight = to.part(product.x, split), to.part(product.weight, split._replace(dim=dim))
+    bias = to.whole(product.bias)
+    plain, made = without_bias(call, product), call_of(line.sym)
+    if call.name == "addmm" and made is not None:
+        (found,) = to.writer.torch(line, torch.matmul, (x, weight), {}, to.writer.grads(line, plain), like=made)
+    elif call.name == "addmm":
+        (found,) = to.writer.emit(line, lambda: ltorch.matmul(x, weight))
+    else:
+        (found,) = to.writer.as_call(line, plain, (x, weight, None), {})
+    to.add_up(line, call.results[0], found, bias)
+    return True
+
+
+# ---- parts of parameters: a vocabulary ----
+
+
+def _embedding(to: Splitter, line: BoundSymbol, call: TorchLine, *, tables: Collection[str]) -> bool:
+    """Each rank has the rows of its tokens, and zeros for others, which ranks add up. ``tables``: those of which this
+    sends less. Others, cut for a product with the same weight, are gathered as a whole."""
+    table = table_of(call)
+    split = next((s for s in to.splits(table) if s.dim == 0), None) if table is not None else None
+    if table is None or split is None:
+        return False
+    if table.name not in tables:
+        to.as_whole(line)
+        return True
+    args = (to.whole(call.args[0]), to.part(table, split), *call.args[2:])
+    grads, made = to.writer.grads(line, call), call_of(line.sym)
+    (found,) = to.writer.torch(line, PartOfEmbedding(to.plan), args, call.kwargs, grads, like=made)
+    to.add_up(line, call.results[0], found)
+    return True
+
+
+def _loss_of_classes(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+    """Ranks compute three numbers of each row of their classes, and the loss from the numbers of all ranks."""
+    if not takes_classes(call) or not (splits := [s for s in to.splits(call.args[0]) if s.dim == 1]):
+        return False
+    logits, labels = call.args[:2]
+    grads, made = to.writer.grads(line, call), call_of(line.sym)
+    x, t, numbers = to.part(logits, splits[0]), to.whole(labels), Split(1, 1, to.plan.ranks, NUMBERS)
+    ignored = loss_arguments(*call.args, **call.kwargs)[4]
+    (part,) = to.writer.torch(line, PartOfLoss(to.plan, ignored), (x, t), {}, grads, like=made)
+    (found,) = to.writer.emit(line, lambda: gather_parts(part, to.at(numbers)))
+    function, args = LossOfParts(dtypes.to_torch_dtype(call.results[0].dtype)), (found, t, *call.args[2:])
+    (result,) = to.writer.torch(line, function, args, call.kwargs, grads, like=made)
+    to.know_whole(call.results[0], result)
+    return True
+
+
+RULES_OF_PARAMETERS = {
+    LINEAR: _biased,
+    "addmm": _biased,
+    LOSS: _loss_of_classes,
+}
+
+
+# ---- parts of a sequence ----
 
 
 def split_sequence(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
@@ -66,7 +239,7 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     if context is None or context.plan.ranks == 1:
         return computation
     experts = _experts(computation, context, parameters)
-    to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks, chosen=experts)
+    to = Splitter(computation, context.plan, Rules(RULES_OF_SEQUENCES, Blocks().call), context.remarks, chosen=experts)
     with writing():
         gathers = given_parts(computation)
         for line in filter(is_unpack, computation.bound_symbols):
@@ -148,7 +321,7 @@ def _check_arguments(to: Splitter, context: Context) -> None:
     context.remarks[f"arguments of shapes {shapes} are too short to be split over {ranks} ranks"] = None
 
 
-# ---- lines that mix positions ----
+# ---- parts of a sequence: lines that mix positions ----
 
 
 Rule = Callable[[Splitter, BoundSymbol, TorchLine], bool]
@@ -205,7 +378,7 @@ def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split:
     return True
 
 
-def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
+def loss_of_rows(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     """The sum of the losses of all ranks' rows, over the number of rows that count."""
     input, target, weight, average, ignored, reduce, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
     split = next((s for s in to.splits(input) if s.dim == 0 and input.ndim == 2), None)
@@ -247,8 +420,8 @@ def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     return True
 
 
-RULES: dict[str, Rule] = {
+RULES_OF_SEQUENCES: dict[str, Rule] = {
     "nn.functional.scaled_dot_product_attention": attention,
-    "nn.functional.cross_entropy": cross_entropy,
+    "nn.functional.cross_entropy": loss_of_rows,
     "getitem": leading_slice,
 }
