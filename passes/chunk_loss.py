@@ -23,7 +23,7 @@ from typing import Any, Literal
 from passes.analysis.calls import stops_gradients
 from passes.analysis.dims import TorchLine, loss_arguments, of_each_dim, torch_line
 from passes.analysis.recognise import names
-from passes.kernels.losses import GIVEN, ChunkedLoss, Step
+from passes.kernels.parts import GIVEN, ChunkedLoss, Step
 from passes.kernels.torch_call import call_of
 from passes.plan.dims.reductions import RESHAPES
 from passes.plan.dims.views import is_full

@@ -17,7 +17,7 @@ rank has some of them. A value that other lines read as well, or that comes from
 whole and cut there. If no product upstream computes only a part of its columns, nothing is cut.
 
 The head of a language model is found from its loss, of which ranks compute three numbers for each row of their classes
-(:mod:`passes.kernels.losses`). Tables of embeddings are cut by rows where that sends no more.
+(:mod:`passes.kernels.parts`). Tables of embeddings are cut by rows where that sends no more.
 
 Ranks draw different random numbers. For a value that all of them hold, each draws a part, and the parts are gathered.
 
@@ -65,8 +65,7 @@ from passes.comm.sequence import (
     scatter_parts,
     sum_parts,
 )
-from passes.kernels.attention import CausalAttention
-from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.parts import NUMBERS, CausalAttention, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import Axis, TracedParameters
 from passes.plan.plan import Split

@@ -22,7 +22,7 @@ from passes.comm.sequence import (
     to_own_output,
 )
 from passes.compat.versions import grouped_mm
-from passes.kernels.losses import PartOfLoss
+from passes.kernels.parts import PartOfLoss
 from passes.kernels.torch_call import TorchCall
 from passes.plan.dims import products, table, views
 from passes.plan.dims.reductions import LIKE_OTHER, RESHAPES, moved

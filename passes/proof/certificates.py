@@ -46,7 +46,7 @@ from passes.comm.activations import Away
 from passes.comm.sequence import Part
 from passes.comm.symbols import CollectiveOp
 from passes.compat.jit import function_of, grad_rule_of
-from passes.kernels.losses import ChunkedLoss, LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.parts import ChunkedLoss, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire

@@ -34,8 +34,7 @@ from passes.analysis.dims import (
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names
 from passes.comm import sequence as comm
 from passes.kernels.aten import OF_MEMORY
-from passes.kernels.attention import CausalAttention
-from passes.kernels.losses import NUMBERS, LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.parts import NUMBERS, CausalAttention, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import Axis
 from passes.plan.dims import is_linear

@@ -5,7 +5,7 @@ import weakref
 
 import shardtrace
 from passes import chunk_loss
-from passes.kernels.losses import ChunkedLoss
+from passes.kernels.parts import ChunkedLoss
 from passes.proof import certificates
 from shardtrace import CompilePolicy
 

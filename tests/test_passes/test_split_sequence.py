@@ -1,7 +1,7 @@
 from functools import partial
 
 import shardtrace
-from passes.kernels.attention import CausalAttention
+from passes.kernels.parts import CausalAttention
 from shardtrace import ContextParallel
 
 import pytest

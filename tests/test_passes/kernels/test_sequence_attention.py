@@ -1,8 +1,8 @@
 """Causal attention of a rank's queries is that of the whole sequence, and so are the sums of its gradients."""
 
 from passes.comm.sequence import Part, _widen, local_part
-from passes.kernels import attention
-from passes.kernels.attention import CausalAttention
+from passes.kernels import parts
+from passes.kernels.parts import CausalAttention
 from passes.plan.plan import ContextPlan, Split
 
 import pytest
@@ -17,7 +17,7 @@ RANKS = 2
 @pytest.mark.parametrize("length", [16, 13, 3])
 def test_equals_attention_of_the_whole_sequence(monkeypatch, length, heads, kernel):
     if not kernel:
-        monkeypatch.setattr(attention, "_has_kernel", lambda *tensors: False)
+        monkeypatch.setattr(parts, "_has_kernel", lambda *tensors: False)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, length, 8, requires_grad=True) for n in (4, heads, heads))
     cotangent = torch.randn(2, 4, length, 8)

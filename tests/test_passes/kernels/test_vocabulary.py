@@ -1,6 +1,6 @@
 """Losses and embeddings of parts of a vocabulary are those of torch, with their gradients."""
 
-from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.parts import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan.plan import ContextPlan
 
 import pytest

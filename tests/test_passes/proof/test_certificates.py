@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from passes.comm import cuts, direct, native, quantized, sequence
-from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.parts import LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.plan import bucket as layout
 from passes.plan.bucket import ShardLayout
 from passes.proof import certificates

@@ -9,8 +9,7 @@ from passes.analysis.dims import torch_line
 from passes.analysis.recognise import is_return, is_unpack
 from passes.comm import sequence
 from passes.comm.sequence import Part
-from passes.kernels.attention import CausalAttention
-from passes.kernels.losses import LossOfParts, PartOfEmbedding, PartOfLoss
+from passes.kernels.parts import CausalAttention, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of
 from passes.pipeline import FirstStage
 from passes.plan.plan import Split
