@@ -80,8 +80,8 @@ from passes.analysis.recognise import (
 )
 from passes.comm.symbols import keep_shards, synchronize, unshard
 from passes.compat.jit import differentiating_executor
-from passes.kernels.registration import executor as kernels
-from passes.kernels.registration import lines_of_kernels
+from passes.kernels.functional import executor as kernels
+from passes.kernels.functional import lines_of_kernels
 from passes.plan import Bucket
 
 from thunder.core.prims import OpTags

@@ -1,7 +1,5 @@
-"""Torch's own kernels, forward and backward, as an executor of Thunder: one file for each family of functions, which
-registers them when it is imported here."""
+"""Torch's own kernels, forward and backward, as an executor of Thunder."""
 
-from passes.kernels import functional  # noqa: F401
-from passes.kernels.registration import executor
+from passes.kernels.functional import executor
 
 __all__ = ["executor"]
