@@ -31,7 +31,7 @@ from shardtrace.doctor import VERSION as _version
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.inspector.checking import Check, Difference, Proof, block_traces, check, collectives, memory, prove
 from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
-from shardtrace.model.places import init_empty_weights
+from shardtrace.model.shards import init_empty_weights
 from shardtrace.options.policies import (
     Checks,
     CommPolicy,

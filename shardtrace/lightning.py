@@ -38,7 +38,7 @@ from shardtrace.checkpoint import (
 from shardtrace.checkpoint.files import CheckpointError, decode, find_checkpoint, read_index
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.storage import agreement
-from shardtrace.model.places import init_empty_weights
+from shardtrace.model.shards import init_empty_weights
 from shardtrace.model.state import state_of, states_in
 from shardtrace.planner.training_plan import mesh_dim_names
 from shardtrace.ranks.mesh import init_process_group

@@ -7,7 +7,7 @@ from typing import Any
 import shardtrace  # noqa: F401  before thunder: makes it importable on the newest torch
 from passes.comm import native
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
-from shardtrace.model.places import Home, shard
+from shardtrace.model.shards import Home, shard
 
 import torch
 from thunder.core import dtypes

@@ -15,7 +15,7 @@ import shardtrace  # isort: split
 from passes.analysis.liveness import step_liveness
 from passes.plan import Placement
 from shardtrace.model import distribute, state
-from shardtrace.model.places import Home
+from shardtrace.model.shards import Home
 from shardtrace.ranks.mesh import Transport
 
 import thunder

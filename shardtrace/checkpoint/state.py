@@ -16,8 +16,7 @@ from typing import Any
 from passes.compat.jit import unjitted
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.model.places import Home
-from shardtrace.model.shards import Entry
+from shardtrace.model.shards import Entry, Home
 from shardtrace.model.state import ShardedState, link_of, state_around, state_of, states_in
 from shardtrace.training.full import full_state_dict, sharded_entries
 from shardtrace.training.gradients import no_sync

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from passes.plan import HostMemory, Placement, Wire
-from shardtrace.model.places import Place, places, sparse_embedding, uninitializable
-from shardtrace.model.shards import ParameterMemory
+from shardtrace.model.shards import ParameterMemory, Place, places, sparse_embedding, uninitializable
 from shardtrace.model.state import REMEDY, link_of, state_around, state_of, states_in
 from shardtrace.options.options import Options, canonical
 from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, parallel_dims, refuse_reductions

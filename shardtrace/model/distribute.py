@@ -10,8 +10,18 @@ from weakref import ref
 from passes.compat.jit import set_traced_device
 from passes.plan import Placement, Wire
 from shardtrace.model.choose import SEED_HINT, Chosen, Target, keeps_dtype, sample
-from shardtrace.model.places import Home, Place, broadcast, has_meta, materialized, set_data, shard, unshard
-from shardtrace.model.shards import Entry, as_parameter
+from shardtrace.model.shards import (
+    Entry,
+    Home,
+    Place,
+    as_parameter,
+    broadcast,
+    has_meta,
+    materialized,
+    set_data,
+    shard,
+    unshard,
+)
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare

@@ -10,7 +10,7 @@ from typing import TypeVar
 from passes.comm.sequence import Part, local_part
 from passes.compat.versions import all_gather_single
 from passes.plan.plan import Split
-from shardtrace.model.places import broadcast
+from shardtrace.model.shards import broadcast
 from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.model.tracing import plan_of
 from shardtrace.options.policies import ExpertParallel

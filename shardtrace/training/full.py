@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from passes.plan import Shape
-from shardtrace.model.places import broadcast
-from shardtrace.model.shards import Entry
+from shardtrace.model.shards import Entry, broadcast
 from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.model.tracing import recorded
 from shardtrace.ranks.consensus import RankMismatchError, compare

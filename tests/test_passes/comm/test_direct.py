@@ -5,7 +5,7 @@ from passes.comm import direct
 from passes.comm.native import PIECE
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
 from passes.plan.bucket import SMALL
-from shardtrace.model.places import Home, shard
+from shardtrace.model.shards import Home, shard
 
 import pytest
 import torch

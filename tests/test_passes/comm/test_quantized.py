@@ -6,7 +6,7 @@ import shardtrace  # noqa: F401
 from passes.comm import symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
-from shardtrace.model.places import Home, shard
+from shardtrace.model.shards import Home, shard
 
 import pytest
 import torch

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import shardtrace
 from passes.plan import Placement, shard_shape
-from shardtrace.model.places import Home, shard
+from shardtrace.model.shards import Home, shard
 
 import thunder
 import torch

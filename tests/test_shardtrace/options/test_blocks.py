@@ -1,4 +1,4 @@
-from shardtrace.model.places import places
+from shardtrace.model.shards import places
 from shardtrace.options.strategy import checkpointed_blocks, repeated_blocks
 
 import pytest
