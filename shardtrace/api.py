@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 from passes.compat.jit import jitted_module, jitted_transforms, unjitted
 from shardtrace.checkpoint.state import add_hooks, model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
-from shardtrace.model.choose import (
+from shardtrace.model.classes import attach
+from shardtrace.model.distribute import (
     choose,
     choose_gathers,
     compare_models,
+    find_homes,
     find_target,
     refuse,
     refuse_shared,
+    shard_parameters,
     with_plan,
 )
-from shardtrace.model.classes import attach
-from shardtrace.model.distribute import find_homes, shard_parameters
 from shardtrace.model.operators import complete_operators
 from shardtrace.model.shards import ParameterMemory
 from shardtrace.model.state import ShardedState, keep_data

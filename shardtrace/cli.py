@@ -42,7 +42,7 @@ from shardtrace.api import fsdp
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
 from shardtrace.inspector.checking import Check, check, one_rank
 from shardtrace.inspector.inspection import TargetError, make, model_and_inputs, script_of
-from shardtrace.model.choose import whole_copy
+from shardtrace.model.distribute import whole_copy
 from shardtrace.model.state import state_of, states_in
 from shardtrace.options.policies import POLICIES, ExpertParallel, grouped, needs
 from shardtrace.planner import calibrate

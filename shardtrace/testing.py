@@ -16,7 +16,7 @@ from typing import Any
 
 from passes.compat.jit import attention_of_gpus, deeper_recursion
 from shardtrace.api import fsdp
-from shardtrace.model.choose import hollow_copy
+from shardtrace.model.distribute import hollow_copy
 from shardtrace.options.policies import Checks, InitPolicy, parse_count
 from shardtrace.ranks.mesh import resolve_device
 from shardtrace.record.arguments import claim, is_absent, never_runs

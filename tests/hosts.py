@@ -73,14 +73,14 @@ def _copy_late(values: torch.Tensor, place: torch.Tensor) -> _Copy:
 @contextmanager
 def slow_host(*, loads_late: bool = False, direct: bool = False) -> Iterator[None]:
     """Let ``offload_policy`` count on the CPU, too. Collectives are the process group's, or messages if ``direct``."""
-    from shardtrace.model import choose, state
+    from shardtrace.model import distribute, state
     from shardtrace.ranks.mesh import Transport
 
     def host(policy: Any, device: torch.device) -> SlowHost | None:
         return SlowHost(loads_late=loads_late) if policy else None
 
     with (
-        mock.patch.object(choose, "host_memory", host),
+        mock.patch.object(distribute, "host_memory", host),
         mock.patch.object(state, "transport", return_value=Transport(direct=direct, averages=False)),
     ):
         yield

@@ -18,7 +18,7 @@ from passes.plan import Shape
 from shardtrace.checkpoint.files import CheckpointError, ProgressBar, write_new
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
 from shardtrace.checkpoint.storage import agreement
-from shardtrace.model.choose import sample
+from shardtrace.model.distribute import sample
 
 import torch
 from safetensors import SafetensorError, safe_open

@@ -15,7 +15,7 @@ from typing import Any
 
 from passes.compat.jit import interrupt_of
 from passes.compat.versions import functional_transform
-from shardtrace.model.choose import INPUTS, Chosen, cast, inputs_of_blocks, make_plain, with_casts
+from shardtrace.model.distribute import INPUTS, Chosen, cast, inputs_of_blocks, make_plain, with_casts
 from shardtrace.model.state import ShardedState, own_state, reshard_in, state_around, state_of, states_in
 from shardtrace.model.tracing import recorded, recorded_in_place
 from shardtrace.ranks.consensus import AnnouncedError, RankMismatchError

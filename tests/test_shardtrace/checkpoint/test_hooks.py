@@ -3,7 +3,7 @@
 import copy
 
 import shardtrace
-from shardtrace.model.choose import whole_copy
+from shardtrace.model.distribute import whole_copy
 
 import pytest
 import thunder

@@ -1,7 +1,7 @@
 """``whole_copy``: a sharded model as it was before."""
 
 import shardtrace
-from shardtrace.model.choose import whole_copy
+from shardtrace.model.distribute import whole_copy
 from shardtrace.model.state import states_in
 from shardtrace.planner.training_plan import fingerprint
 from shardtrace.testing import fake_ranks
