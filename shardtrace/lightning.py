@@ -36,8 +36,7 @@ from shardtrace.checkpoint import (
     save_checkpoint,
 )
 from shardtrace.checkpoint.files import CheckpointError, decode, find_checkpoint, read_index
-from shardtrace.checkpoint.state import model_state
-from shardtrace.checkpoint.storage import agreement
+from shardtrace.checkpoint.state import agreement, model_state
 from shardtrace.model.shards import init_empty_weights
 from shardtrace.model.state import state_of, states_in
 from shardtrace.planner.training_plan import mesh_dim_names

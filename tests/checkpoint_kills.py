@@ -15,14 +15,14 @@ from unittest import mock
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import files, storage
+from shardtrace.checkpoint import files
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 # The file operations of a save. After a kill the system still writes all that it was given: the test is their order.
-OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (storage, "save_file"), (storage, "checksum")]
+OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (files, "save_file"), (files, "checksum")]
 OPERATIONS += [(Path, name) for name in ("mkdir", "rename", "unlink")]
 
 

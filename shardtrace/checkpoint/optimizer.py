@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardtrace.checkpoint.files import CheckpointError, SavedTensor, decode, encode, tensor_names
-from shardtrace.checkpoint.state import Keep, ModelState, Slot, model_state
-from shardtrace.checkpoint.storage import agreement
+from shardtrace.checkpoint.state import Keep, ModelState, Slot, agreement, model_state
 from shardtrace.ranks.failure import communicating
 from shardtrace.training.gradients import take_over
 

@@ -25,7 +25,10 @@ from shardtrace.checkpoint.files import (
     INDEX,
     CheckpointError,
     Index,
+    Prepared,
     ProgressBar,
+    SafetensorsReader,
+    SafetensorsWriter,
     SavedTensor,
     check_files,
     checksum,
@@ -36,8 +39,16 @@ from shardtrace.checkpoint.files import (
     step_directory,
 )
 from shardtrace.checkpoint.optimizer import load_optimizer, new_tensors, of_owners, optimizer_load, optimizer_state
-from shardtrace.checkpoint.state import Companions, Keep, ModelState, Optimizers, companions, model_state
-from shardtrace.checkpoint.storage import Prepared, SafetensorsReader, SafetensorsWriter, agreement, together
+from shardtrace.checkpoint.state import (
+    Companions,
+    Keep,
+    ModelState,
+    Optimizers,
+    agreement,
+    companions,
+    model_state,
+    together,
+)
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.batches import warn_of_differing_buffers
 

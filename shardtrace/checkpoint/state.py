@@ -3,14 +3,18 @@
 The tensors have their original shapes, without padding. ``state_dict`` and ``load_state_dict`` are those of a sharded
 model and of its jitted module. Parameters are DTensors, and so are the values of a state dict. What only one rank owns
 is in the state dict of that rank. A state dict to load may hold whole tensors, or DTensors on another mesh.
+
+If one rank fails, all ranks raise one error.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from passes.compat.jit import unjitted
@@ -18,6 +22,9 @@ from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.model.shards import Entry, Home
 from shardtrace.model.state import ShardedState, link_of, state_around, state_of, states_in
+from shardtrace.ranks.consensus import RankMismatchError, compare
+from shardtrace.ranks.failure import communicating
+from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.full import full_state_dict, sharded_entries
 from shardtrace.training.gradients import no_sync
 
@@ -25,6 +32,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -292,3 +300,54 @@ def _ask_the_model() -> None:
     ThunderModule.original_state_dict = functools.wraps(original)(whole)
     ThunderModule.state_dict = of_model(ThunderModule.state_dict)
     ThunderModule.load_state_dict = of_model(ThunderModule.load_state_dict)
+
+
+# ---- one error for all ranks ----
+
+
+@dataclass
+class Said:
+    """What a rank says before ranks are compared: its lines, and for how many seconds the others may be busy, in
+    addition to the timeout of ``fsdp``."""
+
+    lines: list[str] = field(default_factory=list)
+    timeout: float = 0.0
+
+
+@contextmanager
+def agreement(model: ModelState, what: str, *errors: type[Exception]) -> Iterator[Said]:
+    """Around a block that runs on every rank and communicates nothing; yields what it fills in.
+
+    Raises CheckpointError on every rank if a block has raised one of ``errors`` or a CheckpointError, or if the ranks
+    have said different lines.
+    """
+    said, found = Said(), ""
+    caught: tuple[type[Exception], ...] = (CheckpointError, *errors)
+    try:
+        yield said
+    except caught as error:
+        found = str(error)
+    if model.group is not None:
+        timeout = said.timeout + model.states[0].options.checks.timeout
+        try:
+            compare(model.group, what, said.lines, timeout=timeout, error=found)
+        except RankMismatchError as mismatch:
+            found = found or str(mismatch)
+    if found:
+        raise CheckpointError(found) from None
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None, what: str, failure: str) -> Iterator[dict[str, Any]]:
+    """Around a call of torch.distributed.checkpoint; yields its arguments for the ranks of ``group``.
+
+    Raises CheckpointError that begins with ``failure`` and has the failures of all ranks.
+    """
+    alone = group is None or is_alone(group)
+    try:
+        with nullcontext() if group is None else communicating(what, group), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield {"process_group": None if alone else group, "no_dist": alone}
+    except CheckpointException as exception:
+        failures = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(exception.failures.items())]
+        raise CheckpointError(f"{failure}: {'; '.join(failures)}") from None

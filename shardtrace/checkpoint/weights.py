@@ -16,8 +16,7 @@ from typing import Any
 
 from passes.plan import Shape
 from shardtrace.checkpoint.files import CheckpointError, ProgressBar, write_new
-from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.checkpoint.storage import agreement
+from shardtrace.checkpoint.state import ModelState, Slot, agreement, model_state
 from shardtrace.model.distribute import sample
 
 import torch

@@ -7,7 +7,7 @@ import weakref
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import files, storage, weights
+from shardtrace.checkpoint import files, weights
 from shardtrace.checkpoint.state import Slot
 
 import numpy
@@ -288,11 +288,11 @@ def test_dtypes_buffers_and_extra_state(tmp_path):
 
 
 def test_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "FILE_BYTES", 300)
+    monkeypatch.setattr(files, "FILE_BYTES", 300)
     before, after = trained(), new()
     path = shardtrace.save_checkpoint(tmp_path, *before, step=1)
-    files = [file.stat().st_size for file in path.glob("*.safetensors")]
-    assert len(files) > 10
+    sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(sizes) > 10
     shardtrace.load_checkpoint(tmp_path, *after)
     assert_same(before, after)
 

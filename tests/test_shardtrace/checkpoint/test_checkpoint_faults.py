@@ -14,7 +14,7 @@ from unittest import mock
 import shardtrace  # isort: split
 
 from shardtrace import CheckpointError
-from shardtrace.checkpoint import storage
+from shardtrace.checkpoint import files
 
 import pytest
 import torch
@@ -223,7 +223,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, on):
     first = shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
     full = OSError(28, "No space left on device")
     message = f"step 2 was not saved to .*: rank {on}: OSError: .*No space left"
-    with mock.patch.object(storage, "save_file", side_effect=full if dist.get_rank() == on else storage.save_file):
+    with mock.patch.object(files, "save_file", side_effect=full if dist.get_rank() == on else files.save_file):
         with pytest.raises(CheckpointError, match=message):
             shardtrace.save_checkpoint(tmp_path, model, optimizer, step=2)
         with shardtrace.AsyncCheckpointer() as checkpointer:

@@ -171,8 +171,8 @@ def killed(rank, store, how, failing):
     if rank == failing and how != "save":
         os._exit(1)  # as if it were killed: it leaves no word
     if rank == failing:
-        from shardtrace.checkpoint import storage
-        storage.save_file = lambda *args: os._exit(1)
+        from shardtrace.checkpoint import files
+        files.save_file = lambda *args: os._exit(1)
     calls = {
         "clip": lambda: shardtrace.clip_grad_norm_(model, 1.0),
         "save": lambda: shardtrace.save_checkpoint(store + "-checkpoints", model, step=1),
