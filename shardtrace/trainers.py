@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from passes.compat.jit import unjitted
-from shardtrace.checkpoint.optimizer import (
+from shardtrace.checkpoint.state import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
     own_optimizer_state_dict,

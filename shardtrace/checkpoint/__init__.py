@@ -1,9 +1,8 @@
 """Checkpoints: sharded when saved, resharded when loaded, complete or absent, and never a pickle."""
 
 from shardtrace.checkpoint.files import CheckpointError, latest_checkpoint
-from shardtrace.checkpoint.optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.checkpoint.save import AsyncCheckpointer, Checkpoint, load_checkpoint, save_checkpoint
-from shardtrace.checkpoint.state import sharded_state_dict
+from shardtrace.checkpoint.state import full_optimizer_state_dict, load_full_optimizer_state_dict, sharded_state_dict
 from shardtrace.checkpoint.weights import export_safetensors, load_safetensors
 
 __all__ = [

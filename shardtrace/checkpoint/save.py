@@ -38,7 +38,6 @@ from shardtrace.checkpoint.files import (
     read_index,
     step_directory,
 )
-from shardtrace.checkpoint.optimizer import load_optimizer, new_tensors, of_owners, optimizer_load, optimizer_state
 from shardtrace.checkpoint.state import (
     Companions,
     Keep,
@@ -46,7 +45,12 @@ from shardtrace.checkpoint.state import (
     Optimizers,
     agreement,
     companions,
+    load_optimizer,
     model_state,
+    new_tensors,
+    of_owners,
+    optimizer_load,
+    optimizer_state,
     together,
 )
 from shardtrace.ranks.mesh import is_alone
