@@ -25,7 +25,6 @@ from passes.kernels.aten import Meta
 from shardtrace.record.arguments import Arguments, WholeOf, check_reads, is_absent, stand_in, step
 from shardtrace.record.calls import Call, Rebuild, Record, Refused, check_result, map_tensors, storage, tensors_in
 from shardtrace.record.calls import is_plain as is_returnable
-from shardtrace.record.checks import after_checks, tokens_of
 from shardtrace.record.eager import EagerModule, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.memory import Held, Memory
@@ -51,7 +50,7 @@ from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMess
 from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import Blocks, CannotWrite, ParameterOf, Replay
 from shardtrace.record.snapshot import MISSING, Entry, Snapshot, is_named
-from shardtrace.record.watcher import EAGER, REPEATED, CodeWatcher, is_library, recomputed
+from shardtrace.record.watcher import EAGER, REPEATED, Check, CodeWatcher, after_checks, is_library, recomputed
 
 import torch
 from thunder import clang
@@ -482,7 +481,7 @@ class Front:
         )  # fmt: skip
         check_result(record.result)
         lines = get_tracectx().scopes[-1]
-        count, returned, tokens = len(lines), tensors_in(record.result), tokens_of(record)
+        count, returned, tokens = len(lines), tensors_in(record.result), _tokens(record)
         try:
             fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
             left += settle_runs(record.calls, [*returned, *left, *tokens, *fakes]) if record.watchers else []
@@ -729,3 +728,8 @@ def _write(old: TensorProxy, new: TensorProxy) -> None:
     takes arguments that are parts of one tensor for the same."""
     converted = clang.maybe_convert_to_dtype(new, old.dtype)
     prims.copy_(converted, old, grad_enabled=get_compile_data().is_grad_enabled)
+
+
+def _tokens(record: Record) -> list[torch.Tensor]:
+    """What the checks of a record have made."""
+    return [t for call in record.calls if isinstance(call.function, Check) for t in call.results]

@@ -23,13 +23,12 @@ from passes.kernels.aten import draws
 from passes.kernels.torch_call import Autocast
 from shardtrace.ranks.progress import meanwhile
 from shardtrace.record.calls import DEVICES, Call, Place, Record, Refused, Span, Whole, storage, tensors_in, tensors_of
-from shardtrace.record.checks import assigned, check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
 from shardtrace.record.memory import Memory, arguments_written, written_by
 from shardtrace.record.reads import CannotRead, Reads, pass_class_on
 from shardtrace.record.symbols import WITHOUT_GRADIENT, is_query, name_of
-from shardtrace.record.watcher import CodeWatcher, RandomStates, is_library
+from shardtrace.record.watcher import CodeWatcher, RandomStates, assigned, check_of, is_library, token
 
 import torch
 import torch._dynamo

@@ -2,7 +2,7 @@
 
 import sys
 
-from shardtrace.record.checks import assigned
+from shardtrace.record.watcher import assigned
 
 import pytest
 
