@@ -40,9 +40,9 @@ from textwrap import indent
 
 import passes
 from passes import BucketPlan, ShardedParameter, TracedParameters
+from passes.parameters import insert_synchronize, shard_parameters
 from passes.save import regather
 from passes.schedule import schedule
-from passes.shard_parameters import insert_synchronize, shard_parameters
 from shardtrace import CompilePolicy
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 

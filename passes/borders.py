@@ -39,7 +39,7 @@ buffer (:func:`passes.compat.jit.pack_tensors`), which this pass replaces.
     watch_backward((t0, t1), backward)      before an epilogue returns the outputs
 
 The line puts a hook on the autograd node that calls the compiled backward. The hook runs before anything is sent, in
-the mode of ``torch.autograd.grad``. It notes for :mod:`passes.gradients` the outputs that the backward does not come
+the mode of ``torch.autograd.grad``. It notes for :mod:`passes.parameters` the outputs that the backward does not come
 from, and refuses what would be dropped or wrong silently:
 
 - ``create_graph=True``, because autograd cannot differentiate a compiled backward: a gradient penalty;

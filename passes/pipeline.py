@@ -47,9 +47,9 @@ from passes.borders import (
 from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
-from passes.gradients import accumulate_gradients, drop_unused
 from passes.offload import Trip, offload_activations
 from passes.overlap import overlap_sequence
+from passes.parameters import accumulate_gradients, drop_unused, insert_synchronize, shard_parameters
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.callable import Border
@@ -69,7 +69,6 @@ from passes.save import (
 )
 from passes.schedule import schedule, wait_copies
 from passes.sequence import Context
-from passes.shard_parameters import insert_synchronize, shard_parameters
 from passes.split import Tensors, split_parameters, split_sequence
 
 import torch

@@ -61,7 +61,7 @@ def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tenso
     plan, cuts = bucket.plan, bucket.cuts
     share = 1 / plan.divisor
     by_rank = _split(future, [cuts.sent[seat] for seat in cuts.seats])
-    # minus zero, which stays where no gradient has come (passes.gradients)
+    # minus zero, which stays where no gradient has come (passes.parameters)
     totals = [by_rank[0][0].new_full(p.shard_shape, -0.0) for p in cuts.parameters]
     for seat, pieces in zip(cuts.seats, by_rank, strict=True):
         for i, (total, p, piece) in enumerate(zip(totals, cuts.parameters, pieces, strict=True)):

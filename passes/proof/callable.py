@@ -30,8 +30,8 @@ from passes.analysis.calls import block_functions
 from passes.analysis.recognise import identity, is_deletion, is_return
 from passes.borders import Setter, fetch, keeping, run_rebuild, run_setter, watch
 from passes.compat.jit import function_of
+from passes.parameters import rows_of
 from passes.proof.program import Numbers, UnprovenError, arguments_of, name_results, signature, text_of
-from passes.shard_parameters import rows_of
 
 import torch
 from thunder.core import devices, dtypes

@@ -27,7 +27,7 @@ from passes.borders import fetch, run_rebuild, run_setter
 from passes.comm.sequence import SCATTER, Part, cut, widen
 from passes.comm.symbols import accumulate, accumulated, keep_shards
 from passes.compat.jit import calling_function_of, function_of
-from passes.gradients import mark_unused, unless_unused
+from passes.parameters import mark_unused, unless_unused
 from passes.plan import Axis, Bucket, Placement
 
 from bodies import (

@@ -47,7 +47,7 @@ from passes.comm.symbols import (
     wait_copies,
 )
 from passes.comm.symbols import note as note_step
-from passes.gradients import mark_unused, unless_unused
+from passes.parameters import mark_unused, unless_unused
 from passes.plan import Axis, Bucket, Member, Placement
 
 import torch
