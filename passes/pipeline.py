@@ -47,7 +47,6 @@ from passes.borders import (
 from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
-from passes.offload import Trip, offload_activations
 from passes.overlap import overlap_sequence
 from passes.parameters import accumulate_gradients, drop_unused, insert_synchronize, shard_parameters
 from passes.plan import Runtime, Step, TracedParameters
@@ -58,11 +57,13 @@ from passes.save import (
     Contract,
     Kept,
     Swapped,
+    Trip,
     checkpoint_activations,
     fit_memory,
     keep_random,
     keep_secondary,
     mark_blocks,
+    offload_activations,
     regather,
     save_shards,
     verify_memory,

@@ -118,7 +118,7 @@ HOST = "host"  # where a block may keep what it saves: "host", "cheap+host", "fu
 
 
 class OnHost(NamedTuple):
-    """A tag of the lines that call blocks whose activations are kept in host memory (:mod:`passes.offload`)."""
+    """A tag of the lines that call blocks whose activations are kept in host memory (:mod:`passes.save`)."""
 
 
 ON_HOST = OnHost()

@@ -29,8 +29,8 @@ from passes.analysis.recognise import (
     names,
     unsharded_values,
 )
-from passes.offload import given, loaded, stored
 from passes.plan import Bucket, BucketPlan, Wire
+from passes.save import given, loaded, stored
 from passes.schedule import schedule, wait_copies
 
 import thunder

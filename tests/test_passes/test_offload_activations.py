@@ -8,10 +8,10 @@ from passes.analysis.calls import block_function
 from passes.analysis.liveness import step_liveness
 from passes.analysis.recognise import TRIP_WAITS, is_deletion, is_trip
 from passes.analysis.verify import VerificationError
-from passes.offload import LOAD, STORE
 from passes.pipeline import PassAfterLowering
 from passes.plan import HostMemory
 from passes.proof.prove import UnprovenStepError
+from passes.save import LOAD, STORE
 
 import pytest
 import thunder
