@@ -49,7 +49,7 @@ from shardtrace.planner.training_plan import NoPlanFitsError, PlanError, Trainin
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.mesh import init_process_group
-from shardtrace.training.batches import join, shard_sequence, sync_buffers
+from shardtrace.training.batches import join, shard_sequence
 from shardtrace.training.full import (
     Generator,
     full_gradients,
@@ -57,6 +57,7 @@ from shardtrace.training.full import (
     full_state_dict,
     iter_full_params,
     load_full_state_dict,
+    sync_buffers,
 )
 from shardtrace.training.gradients import clip_grad_norm_, no_sync, split_parameters
 from shardtrace.training.methods import register_forward_method

@@ -54,7 +54,7 @@ from shardtrace.checkpoint.state import (
     together,
 )
 from shardtrace.ranks.mesh import is_alone
-from shardtrace.training.batches import warn_of_differing_buffers
+from shardtrace.training.full import warn_of_differing_buffers
 
 import torch
 import torch.distributed as dist
