@@ -49,7 +49,6 @@ from shardtrace.planner.training_plan import NoPlanFitsError, PlanError, Trainin
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.mesh import init_process_group
-from shardtrace.training.batches import join, shard_sequence
 from shardtrace.training.full import (
     Generator,
     full_gradients,
@@ -59,8 +58,8 @@ from shardtrace.training.full import (
     load_full_state_dict,
     sync_buffers,
 )
-from shardtrace.training.gradients import clip_grad_norm_, no_sync, split_parameters
 from shardtrace.training.methods import register_forward_method
+from shardtrace.training.step import clip_grad_norm_, join, no_sync, shard_sequence, split_parameters
 
 __version__ = _version
 kernels = executor

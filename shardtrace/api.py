@@ -44,8 +44,8 @@ from shardtrace.planner.training_plan import TrainingPlan
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh, keep_freed_memory, leave_in_peace, size_of
 from shardtrace.trainers import join_trainers
-from shardtrace.training.gradients import refuse_wrong_steps, share_norms, share_overflows
 from shardtrace.training.methods import METHODS, METHODS_OF_PARTS, refuse_wrappers
+from shardtrace.training.step import refuse_wrong_steps, share_norms, share_overflows
 
 import thunder
 import torch.distributed as dist

@@ -43,7 +43,7 @@ from shardtrace.planner.training_plan import mesh_dim_names
 from shardtrace.ranks.mesh import init_process_group
 from shardtrace.trainers import check_files
 from shardtrace.training.full import full_state_dict, load_full_state_dict
-from shardtrace.training.gradients import clip_grad_norm_, no_sync
+from shardtrace.training.step import clip_grad_norm_, no_sync
 
 import thunder
 import torch

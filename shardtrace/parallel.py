@@ -12,7 +12,7 @@ from shardtrace.api import fsdp
 from shardtrace.options.policies import InitPolicy
 from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
 from shardtrace.ranks.mesh import Mesh
-from shardtrace.training.gradients import no_sync, set_sync, syncs
+from shardtrace.training.step import no_sync, set_sync, syncs
 
 import thunder.plugins
 import torch

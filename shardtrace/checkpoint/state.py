@@ -29,7 +29,7 @@ from shardtrace.ranks.consensus import RankMismatchError, compare
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.full import full_state_dict, sharded_entries
-from shardtrace.training.gradients import no_sync, take_over
+from shardtrace.training.step import no_sync, take_over
 
 import torch
 import torch.distributed as dist

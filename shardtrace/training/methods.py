@@ -14,7 +14,7 @@ from passes.plan import Level
 from shardtrace.model.classes import Methods, compiling
 from shardtrace.model.state import ShardedState, link_of, own_state, state_around, state_of, states_in
 from shardtrace.training.full import full_params
-from shardtrace.training.gradients import no_sync, set_sync, syncs
+from shardtrace.training.step import no_sync, set_sync, syncs
 
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
