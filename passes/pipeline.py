@@ -47,7 +47,6 @@ from passes.borders import (
 from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import Collections, compile_data_and_stats
-from passes.overlap import overlap_sequence
 from passes.parameters import accumulate_gradients, drop_unused, insert_synchronize, shard_parameters
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
@@ -68,7 +67,7 @@ from passes.save import (
     save_shards,
     verify_memory,
 )
-from passes.schedule import schedule, wait_copies
+from passes.schedule import overlap_sequence, schedule, wait_copies
 from passes.sequence import Context
 from passes.split import Tensors, split_parameters, split_sequence
 

@@ -45,11 +45,11 @@ from passes.comm.symbols import (
     replicated,
     wait_copies,
 )
-from passes.overlap import not_in_pieces
 from passes.parameters import Uses, mark_unused, unless_unused
 from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
 from passes.plan.runtime import Sources
 from passes.proof.program import HOLE, Arguments, Evaluation, Law, Numbers, UnprovenError, Values, name_results
+from passes.schedule import not_in_pieces
 
 import torch
 from thunder.core import dtypes

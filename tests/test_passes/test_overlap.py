@@ -7,10 +7,10 @@ import shardtrace
 from passes.analysis.calls import block_functions
 from passes.analysis.recognise import is_products
 from passes.comm import sequence
-from passes.overlap import not_in_pieces, overlap_sequence, rows_at
 from passes.plan import CostModel, Device, Link
 from passes.plan.plan import ContextPlan, Split
 from passes.proof import certificates
+from passes.schedule import not_in_pieces, overlap_sequence, rows_at
 from shardtrace import CompilePolicy
 
 import pytest

@@ -18,7 +18,6 @@ from passes.comm import activations, cuts, direct, native, quantized, sequence, 
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
 from passes.kernels.aten import symbol_of
-from passes.overlap import overlap_sequence
 from passes.plan import (
     Bucket,
     BucketPlan,
@@ -33,7 +32,7 @@ from passes.plan import (
     runtime,
 )
 from passes.plan.plan import ContextPlan, Split
-from passes.schedule import wait_copies
+from passes.schedule import overlap_sequence, wait_copies
 
 import pytest
 import torch
