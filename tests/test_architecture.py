@@ -18,7 +18,7 @@ FLOORS = [
     ["passes.kernels"],
     ["passes.analysis"],
     ["passes.writer"],
-    ["passes.search", "passes.sequence"],
+    ["passes.sequence"],
     ["passes"],  # the passes
     ["passes.proof"],
     ["passes.pipeline"],
