@@ -53,8 +53,7 @@ from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record, only_losses
 from shardtrace.record.eager import Eager
-from shardtrace.record.numbers import Varying
-from shardtrace.record.recording import Comparison, Recording, is_comparable
+from shardtrace.record.recording import Comparison, Recording, Varying, is_comparable
 
 import torch
 import torch.distributed as dist

@@ -28,14 +28,20 @@ from shardtrace.record.calls import is_plain as is_returnable
 from shardtrace.record.eager import EagerModule, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.memory import Held, Memory
-from shardtrace.record.numbers import (
+from shardtrace.record.reads import Reads, Seen, Source
+from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMessages
+from shardtrace.record.recording import (
+    Described,
     Number,
+    Recording,
     RecordingOfNumbers,
     Varying,
     apply,
+    check_no_fakes,
     check_recurrent,
     described,
     holds_fake,
+    is_comparable,
     is_number,
     made,
     numbered,
@@ -45,9 +51,6 @@ from shardtrace.record.numbers import (
     replaces_tensors,
     written_outside,
 )
-from shardtrace.record.reads import Reads, Seen, Source
-from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMessages
-from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import Blocks, CannotWrite, ParameterOf, Replay
 from shardtrace.record.snapshot import MISSING, Entry, Snapshot, is_named
 from shardtrace.record.watcher import EAGER, REPEATED, Check, CodeWatcher, after_checks, is_library, recomputed

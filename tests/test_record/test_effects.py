@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import shardtrace
 from shardtrace.record.effects import Effects
 from shardtrace.record.memory import Memory
-from shardtrace.record.numbers import apply, check_recurrent, numbered, only_written, record_numbers
 from shardtrace.record.reads import Reads
 from shardtrace.record.recorder import FakeMode
-from shardtrace.record.recording import Recording
+from shardtrace.record.recording import Recording, apply, check_recurrent, numbered, only_written, record_numbers
 from shardtrace.record.snapshot import Snapshot
 from shardtrace.record.watcher import CodeWatcher
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import shardtrace
 from shardtrace.model import tracing
 from shardtrace.model.state import own_state
-from shardtrace.record.numbers import VARIANTS, Number, Place, _stand_ins
+from shardtrace.record.recording import VARIANTS, Number, Place, _stand_ins
 
 import pytest
 import thunder
