@@ -96,7 +96,7 @@ from passes.analysis.recognise import (
 )
 from passes.comm.symbols import Property, check_ranks, note, symbol
 from passes.compat.jit import compile_data_and_stats, nodes_of_thunder, without_meta
-from passes.kernels.regions import fuses
+from passes.kernels.executors import fuses
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 

@@ -99,8 +99,8 @@ from passes.analysis.recognise import (
 from passes.comm.activations import LOAD, STORE, Away
 from passes.comm.symbols import keep_shards, synchronize, unshard
 from passes.compat.jit import differentiating_executor
-from passes.kernels.functional import executor as kernels
-from passes.kernels.functional import lines_of_kernels
+from passes.kernels.executors import executor as kernels
+from passes.kernels.executors import lines_of_kernels
 from passes.plan import Bucket, HostMemory
 
 from thunder.core import prims

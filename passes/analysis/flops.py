@@ -33,7 +33,7 @@ from passes.analysis.recognise import (
 from passes.comm.symbols import Property
 from passes.compat.jit import shape_of
 from passes.kernels.aten import counts_flops, flops_of, operator_of
-from passes.kernels.functional import kernel_id
+from passes.kernels.executors import kernel_id
 from passes.kernels.parts import CausalAttention, ChunkedLoss
 from passes.kernels.torch_call import Line, TorchCall, call_of
 from passes.plan.cost import Work

@@ -27,7 +27,7 @@ from passes.comm.sequence import PRODUCTS, VALUES, Part
 from passes.comm.symbols import BUCKETS, CollectiveOp, Property, keep_shards, synchronize, wait_copies
 from passes.compat.jit import differentiating_executor, fake_argument, grad_rule_of
 from passes.kernels.aten import draws, operator_of
-from passes.kernels.functional import executor as kernels
+from passes.kernels.executors import executor as kernels
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 

@@ -1,5 +1,5 @@
 """Torch's own kernels, forward and backward, as an executor of Thunder."""
 
-from passes.kernels.functional import executor
+from passes.kernels.executors import executor
 
 __all__ = ["executor"]

@@ -27,7 +27,7 @@ from passes.analysis.recognise import (
     is_unpack,
 )
 from passes.borders import snapshot
-from passes.kernels.functional import kernel_id
+from passes.kernels.executors import kernel_id
 
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject

@@ -25,7 +25,7 @@ from passes.analysis.calls import CallOf, block_of, call_tag
 from passes.analysis.recognise import is_unpack, names
 from passes.blocks import copy_of, executor
 from passes.compat.jit import OwnLine, compile_data_and_stats, symbol_that_calls, with_operators_of
-from passes.kernels.regions import fuses
+from passes.kernels.executors import fuses
 from passes.plan import ShardedParameter, TracedParameters
 from passes.proof.laws import whole
 from passes.proof.program import Evaluation, Law, Numbers, UnprovenError, Values, name_results

@@ -37,7 +37,7 @@ from passes.compat.jit import (
     without_log_of_fakes,
 )
 from passes.kernels import executor as kernels
-from passes.kernels.regions import fuses, with_regions
+from passes.kernels.executors import fuses, with_regions
 from passes.kernels.torch_call import call_of
 from passes.pipeline import Compilation, Facts, FirstStage, Observe, Pass, pipeline
 from passes.plan import Axis, CostModel, Gradients, ShardedParameter

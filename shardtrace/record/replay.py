@@ -21,7 +21,7 @@ from passes.analysis.recognise import InModule, names
 from passes.blocks import executor as block_calls
 from passes.compat.jit import add_note, compile_data_and_stats, name_as_user, names_of_users
 from passes.kernels.aten import Meta
-from passes.kernels.functional import has_kernels, is_beside_symbols
+from passes.kernels.executors import has_kernels, is_beside_symbols
 from passes.kernels.torch_call import TorchCall, executor, laid_out
 from passes.plan import ShardedParameter
 from passes.save import mark_block

@@ -10,7 +10,7 @@ from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return, is_unpack
 from passes.borders import run_setter
 from passes.comm.symbols import REDUCE_SCATTER
-from passes.kernels import regions
+from passes.kernels import executors
 from passes.plan import BucketPlan
 from shardtrace.record import calls
 from shardtrace.record.replay import Replay
@@ -232,7 +232,7 @@ def takes_blocks_of_other_numbers_for_equal(monkeypatch):
 
 def takes_fusions_of_other_numbers_for_equal(monkeypatch):
     right = blocks._value
-    monkeypatch.setattr(regions, "SMALL", 0.0)
+    monkeypatch.setattr(executors, "SMALL", 0.0)
     monkeypatch.setattr(blocks, "_value", lambda v, numbers: right(v, numbers) if isinstance(v, Proxy) else type(v))
 
 

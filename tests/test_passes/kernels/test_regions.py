@@ -1,7 +1,7 @@
 """Regions that torch.compile compiles take the lines of torch."""
 
 import shardtrace
-from passes.kernels.regions import Regions, with_regions
+from passes.kernels.executors import Regions, with_regions
 
 import pytest
 import thunder
@@ -127,7 +127,7 @@ def test_a_product_alone_is_no_region(single_rank):
 
 def test_small_regions_stay_lines(single_rank, monkeypatch):
     """See Note [Small regions]. Each block saves 4 % of forward and backward, both together enough."""
-    monkeypatch.setattr("passes.kernels.regions.SMALL", 0.06)
+    monkeypatch.setattr("passes.kernels.executors.SMALL", 0.06)
     sharded, _ = compiled(Deep(), torch.randn(512, 256))
     first, second = forward = of_step(sharded)[0]
     assert first == second

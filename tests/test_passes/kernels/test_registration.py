@@ -1,7 +1,7 @@
 import shardtrace
 from passes.kernels import executor
 from passes.kernels.aten import executor as aten
-from passes.kernels.regions import fuses
+from passes.kernels.executors import fuses
 from passes.kernels.torch_call import executor as torch_calls
 
 import pytest
