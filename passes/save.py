@@ -96,8 +96,7 @@ from passes.analysis.recognise import (
     unsharded_values,
     updated_in_place,
 )
-from passes.comm.activations import LOAD, STORE, Away
-from passes.comm.symbols import keep_shards, synchronize, unshard
+from passes.comm.symbols import LOAD, STORE, Away, keep_shards, synchronize, unshard
 from passes.compat.jit import differentiating_executor
 from passes.kernels.executors import executor as kernels
 from passes.kernels.executors import lines_of_kernels

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, cast
 
 from passes.analysis.flops import is_library_call
 from passes.analysis.recognise import TRIP_WAITS, TRIPS, identity, is_foreign, properties
-from passes.comm.activations import Away, Lies, Rows
 from passes.comm.sequence import Part
-from passes.comm.symbols import Property
+from passes.comm.symbols import Away, Lies, Property, Rows
 from passes.compat.jit import function_of
 from passes.compat.versions import fake_kernel
 from passes.kernels.torch_call import Line, Saved

@@ -22,9 +22,17 @@ import operator
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.comm.activations import ACTIVATIONS, Away
 from passes.comm.sequence import PRODUCTS, VALUES, Part
-from passes.comm.symbols import BUCKETS, CollectiveOp, Property, keep_shards, synchronize, wait_copies
+from passes.comm.symbols import (
+    ACTIVATIONS,
+    BUCKETS,
+    Away,
+    CollectiveOp,
+    Property,
+    keep_shards,
+    synchronize,
+    wait_copies,
+)
 from passes.compat.jit import differentiating_executor, fake_argument, grad_rule_of
 from passes.kernels.aten import draws, operator_of
 from passes.kernels.executors import executor as kernels

@@ -42,9 +42,8 @@ from passes.analysis.recognise import (
     part_at,
 )
 from passes.comm import quantized, sequence
-from passes.comm.activations import Away
 from passes.comm.sequence import Part
-from passes.comm.symbols import CollectiveOp
+from passes.comm.symbols import Away, CollectiveOp
 from passes.compat.jit import function_of, grad_rule_of
 from passes.kernels.parts import ChunkedLoss, LossOfParts, PartOfEmbedding, PartOfLoss
 from passes.kernels.torch_call import call_of

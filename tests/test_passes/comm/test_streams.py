@@ -14,7 +14,7 @@ from pathlib import Path
 import shardtrace  # noqa: F401
 from passes.analysis.recognise import is_products, is_trip
 from passes.analysis.verify import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
-from passes.comm import activations, cuts, direct, native, quantized, sequence, symbols
+from passes.comm import cuts, direct, native, quantized, sequence, symbols
 from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.compat.jit import symbol_that_calls
 from passes.kernels.aten import symbol_of
@@ -189,8 +189,8 @@ def trip_program():
         for a in trace.args:
             prims.unpack_trivial(a, name=a.name)
         values = compute_with((x, y))
-        away = activations.Away("block", recorded_host(), (True, True), 192, values)
-        for op in activations.ACTIVATIONS:
+        away = symbols.Away("block", recorded_host(), (True, True), 192, values)
+        for op in symbols.ACTIVATIONS:
             future = op.issue(values, away)
             (y,) = compute_with((y,))
             values = op.wait(future, away)
@@ -400,7 +400,7 @@ ENDS = {"_wait", "mark"}  # of ours: they call the above
 SURROUNDING = {"stream", "ahead", "back"}  # with host.ahead(): what is inside runs on another stream
 TRANSPORTS = {
     "native": native, "direct": direct, "cuts": cuts, "quantized": quantized,
-    "symbols": symbols, "sequence": sequence, "activations": activations, "runtime": runtime,
+    "symbols": symbols, "sequence": sequence, "runtime": runtime,
 }  # fmt: skip
 
 
