@@ -1,6 +1,6 @@
 """Executors of Thunder: of torch's own kernels, and of regions that torch.compile compiles.
 
-A model that has it among its executors is recorded with lines that call torch's own functions, differentiated by
+A model that has :data:`executor` among its own is recorded with lines that call torch's functions, differentiated by
 :mod:`passes.kernels.aten`: see ``shardtrace/record/symbols.py``. For the few functions that need a kernel of ours, each
 is one line of forward and one line of backward, which save what eager saves.
 
