@@ -12,7 +12,7 @@
 # How much memory does a GPU need to train GPT-2 with DDP, ZeRO-2, ZeRO-3, or whole tensors on their owners? shardtrace
 # predicts it from the compiled trace, line by line. Here you turn traces of a few blocks into a formula for all four
 # sizes of GPT-2 on any number of GPUs. Then you check the formula against other traces, and the traces against the
-# allocations of two real processes. It takes about a minute on a CPU.
+# allocations of two real processes. It takes half a minute on a CPU.
 
 # %%
 import json
@@ -56,13 +56,14 @@ RANKS, BATCH, SEQUENCE = 8, 4, 256
 
 
 def predict(strategy, blocks, width, sequence=SEQUENCE):
-    """The inspection of a step on one of 8 fake ranks. The fusing executor saves as little as one on a GPU would."""
+    """The inspection of a step on one of 8 fake ranks. The loss is computed of all logits at once, not in chunks."""
     with torch.device("meta"):
         model = GPT(blocks, width)
     tokens = torch.zeros(BATCH, sequence, dtype=torch.long)
     at_once = shardtrace.CompilePolicy(chunk_loss=None)
-    options = {"sharding_strategy": strategy, "compile_policy": at_once, "jit_options": {"executors": ["torchcompile"]}}
-    return shardtrace.inspect(model, (tokens, tokens), world_size=RANKS, **options)
+    return shardtrace.inspect(
+        model, (tokens, tokens), world_size=RANKS, sharding_strategy=strategy, compile_policy=at_once
+    )
 
 
 cases = [
@@ -131,37 +132,34 @@ def saved(case):
 pd.DataFrame([(*case, saved(case)) for case in cases], columns=["strategy", "blocks", "width", "sequence", "saved"])
 
 # %% [markdown]
-# With ZeRO-3 each block adds exactly 16: extrapolating from one and two blocks, 18 and 34, gives the 50 of three. Four
-# of the 16 are the attention's probabilities: `sequence / 64`, because all of GPT-2's heads are 64 wide. Shorter
-# sequences save less. DDP and ZeRO-2 save 14 for each block, because fewer waits separate their lines and more lines
-# are fused than in ZeRO-3.
+# Each block adds 16: extrapolating from one and two blocks, 18 and 34, gives the 50 of three. The strategy does
+# not matter, and neither does the length of the sequence, because fused attention saves no probabilities.
 #
 # The rest are parameters. This gives the peak in bytes on the fullest rank:
 
 
 # %%
-def peak(strategy, blocks, width, batch, sequence=SEQUENCE, ranks=RANKS, flash=False, gloo=True, adam=True):
-    """Bytes by use at the peak of a step. ``flash``: attention saves no probabilities."""
+def peak(strategy, blocks, width, batch, sequence=SEQUENCE, ranks=RANKS, gloo=True, adam=True):
+    """Bytes by use at the peak of a step."""
     activation, logits = 4 * batch * sequence * width, 4 * batch * sequence * VOCABULARY
     table, block = 4 * VOCABULARY * width, 4 * (12 * width**2 + 13 * width)
     whole = table + 4 * CONTEXT * width + blocks * block + 8 * width
     held = whole if strategy == "ddp" else whole / ranks
     gathered = {"ddp": 0, "zero2": whole}.get(strategy, table)  # the head's weight, which is the embedding's
+    # at the end: the gradients of the table from both its uses, and their sum
     if strategy == "ddp":
-        reduced = whole + table
+        reduced = whole + 2 * table
     elif strategy == "owner":
         held = max(held, table)
         reduced = 2 * table + table * (ranks - 1 if gloo else 1)
-    else:  # shards of gradients, two blocks on their way, and the embedding from both its uses
+    else:  # shards of gradients, and two blocks on their way
         arriving = (ranks - 1 if gloo else 1) / ranks
-        reduced = (blocks - 2) * block / ranks + 2 * block * (1 + arriving) + 2 * table
+        reduced = (blocks - 2) * block / ranks + 2 * block * (1 + arriving) + 3 * table
 
-    gathers_again = strategy in ("zero3", "owner")
-    each = (12 if gathers_again else 10) + (0 if flash else sequence / 64)
     begins = {
         "gathered": gathered,
-        "saved for backward": logits + (blocks * each + 2) * activation,
-        "gradients": max(table, logits) if gathers_again else table + logits,  # of the head, of the logits
+        "saved for backward": logits + (16 * blocks + 2) * activation,
+        "gradients": 2 * logits,  # of the loss and of the logits
     }
     ends = {"gathered": 0, "saved for backward": 0, "gradients": reduced}
     most = max(begins, ends, key=lambda parts: sum(parts.values()))
@@ -271,10 +269,9 @@ plt.show()
 # ## What fits in 80 GB
 #
 # How many sequences of 1024 tokens fit into a GPU with 80 GB in one step? Two sizes of GPT-3 join those of GPT-2,
-# because the strategy matters only for larger models. The formula is the same, in fp32, with two changes for GPUs:
-# attention saves no probabilities (Thunder's `sdpa` executor), and nccl reduces on the way. Neither was traced here,
-# and nothing was measured on a GPU. A real GPU also needs memory for its libraries and for fragmentation: subtract a
-# tenth.
+# because the strategy matters only for larger models. The formula is the same, in fp32, with one change for GPUs: nccl
+# reduces on the way. That was not traced here, and nothing was measured on a GPU. A real GPU also needs memory for its
+# libraries and for fragmentation: subtract a tenth.
 
 # %%
 LARGE = {"GPT-3 6.7B": (32, 4096), "GPT-3 13B": (40, 5120)}
@@ -284,7 +281,7 @@ def most_sequences(strategy, size, ranks, memory=80e9):
     """The largest batch of a rank that fits; 0 if none does."""
 
     def fits(batch):
-        return sum(peak(strategy, *size, batch, 1024, ranks, flash=True, gloo=False).values()) <= memory
+        return sum(peak(strategy, *size, batch, 1024, ranks, gloo=False).values()) <= memory
 
     batch = 0
     while fits(batch + 1):
@@ -300,11 +297,11 @@ fitting = {
 pd.DataFrame(fitting).T
 
 # %% [markdown]
-# As long as the states are a small part of 80 GB, activations decide, and the strategies differ only in the activations
-# that their fusions save. DDP is enough for all of GPT-2, and ZeRO-3's extra gathers gain nothing. With 6.7 billion
-# parameters DDP no longer fits (16 bytes each are 106 GB). ZeRO-2 still fits, but its copy of all parameters takes 27
-# GB, which ZeRO-3 turns into a larger batch. With 13 billion parameters, this copy is 51 GB: on 8 GPUs only ZeRO-3 and
-# owners fit.
+# As long as the states are a small part of 80 GB, activations decide, and the strategies hardly differ: DDP is enough
+# for all of GPT-2. With 6.7 billion parameters DDP no longer fits (16 bytes each are 106 GB). ZeRO-2 still fits, but
+# its copy of all parameters takes 27 GB, which ZeRO-3 turns into a larger batch. With 13 billion parameters, this copy
+# is 51 GB: on 8 GPUs only ZeRO-3 and owners fit. (The logits are half of what a sequence of the smallest GPT-2 takes.
+# Without `chunk_loss=None` they are never there as a whole.)
 #
 # For your own model, you need no formula: use `shardtrace.inspect(model, inputs, world_size=...).totals.peak`, or
 # `shardtrace.memory(model)` after a step. [inspect_zero3](inspect_zero3.ipynb) shows how to read the rest.
