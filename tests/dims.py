@@ -56,7 +56,7 @@ def _copies(values: Any) -> Any:
 
 
 def run(function: Any, args: Any, kwargs: Any) -> Any:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     result = function(*args, **kwargs)
     return args[0] if getattr(function, "__name__", "") == "__setitem__" else result
 
@@ -112,7 +112,7 @@ def is_random(made: Made) -> bool:
         return False
     found = []
     for seed in (1, 2):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         found.append(tensors(made.function(*_copies(made.line.args), **_copies(made.line.kwargs))))
     return any(not _close(a, b) for a, b in zip(*found, strict=True))
 

@@ -366,7 +366,7 @@ class Trainer:
     def __init__(self, lines: list[str], sharded: bool, options: dict[str, Any]) -> None:
         global FACTOR
         FACTOR, ELSEWHERE.scale = 1.0, 1.0
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.model, self.sharded = Model(lines), sharded
         self.call: Any = thunder.jit(shardtrace.fsdp(self.model, **grouped(options))) if sharded else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.002, weight_decay=0.1, eps=0.01)
@@ -380,7 +380,7 @@ class Trainer:
         draw = torch.Generator().manual_seed(seed)
         x, other = torch.randn(2, self.batch, D, generator=draw)  # parts of one tensor
         other = other.clone() if "write_the_input" in self.model.lines else other
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         x.requires_grad_()
         out = self.call(x, other, as_object=self.as_object) if self.as_object else self.call(x, other)
         y = out.y if self.as_object else out
@@ -489,7 +489,7 @@ def other_function(t: Trainer, seed: int) -> None:
 
 @action
 def reseed(t: Trainer, seed: int) -> None:
-    torch.manual_seed(seed + 1000)
+    torch.default_generator.manual_seed(seed + 1000)
     t.seen.append(torch.rand(2))
 
 

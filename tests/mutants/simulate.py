@@ -152,7 +152,7 @@ class Simulation:
         """The result of a line that asks for more than its arguments."""
         if bsym.sym.id in LOCAL:
             return LOCAL[bsym.sym.id](_read(bsym.args[0], env), bsym.args[-1], rank, self.world)
-        torch.manual_seed(zlib.crc32(f"{path} {_names(bsym)}".encode()) + rank.number)
+        torch.default_generator.manual_seed(zlib.crc32(f"{path} {_names(bsym)}".encode()) + rank.number)
         text, context = source([bsym])
         env.update(context)
         exec(text, env)

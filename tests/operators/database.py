@@ -88,7 +88,7 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[int, list[Sample]]]:
     )
     twice = []
     for seed in (0, 1):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         samples = islice(op.sample_inputs("cpu", dtype, requires_grad=differentiable), MOST)
         twice.append([_sample(op, s) for s in samples])
     known = set()

@@ -85,7 +85,7 @@ NO_LINES = {"python_return", "unpack_trivial", "python_del"}
 
 
 def _run(case: Case, prepare: Callable[[nn.Module], Any], like: list[Seen] | None = None, precise: bool = False) -> Any:
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
     module = case.build(precise)
     call = prepare(module)
     return [
@@ -103,7 +103,7 @@ def _take(module: nn.Module, call: Callable[..., Any], step: Step, into: list[bo
         for p in module.parameters():
             p.grad = None
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (step.args, step.kwargs))
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
     result = step.process(call(*args, **kwargs))
     leaves, spec = pytree.tree_flatten(result)
     outs = [t for t in leaves if isinstance(t, torch.Tensor)]

@@ -50,14 +50,14 @@ def _shape(value: Any) -> Any:
 
 
 def _inputs(info: Any, dtype: torch.dtype, seed: int, training: bool) -> list[Any]:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return info.module_inputs_func(info, "cpu", dtype, True, training)
 
 
 def _case(name: str, info: Any, dtype: torch.dtype, number: int, training: bool) -> Case:
     def build(precise: bool) -> nn.Module:
         given = _inputs(info, dtype, 0, training)[number].constructor_input
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         module = info.module_cls(*given.args, **given.kwargs).to(dtype).train(training)
         if not list(module.parameters()):
             module.register_parameter("spare", nn.Parameter(torch.zeros(1)))
