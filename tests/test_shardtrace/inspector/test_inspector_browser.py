@@ -17,10 +17,13 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 SCREENSHOTS = os.environ.get("SHARDTRACE_SCREENSHOTS")
 
 
+SCREEN = {"width": 1400, "height": 1000}
+
+
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield chromium
         chromium.close()
 
@@ -30,26 +33,56 @@ def file(zoo, tmp_path_factory):
     return zoo.to_html(tmp_path_factory.mktemp("page") / "zoo.html")
 
 
-@pytest.fixture
-def visit(browser):
-    """Opens a file; at the end there must have been no error in the console."""
-    errors, pages = [], []
+@pytest.fixture(scope="module")
+def new_page(browser):
+    """Makes a page that is open until the last test. It collects the errors of its console."""
+    pages = []
 
-    def visit(file, ready="html.js", **options):
-        page = browser.new_page(viewport={"width": 1400, "height": 1000}, **options)
+    def new_page(**options):
+        page, errors = browser.new_page(viewport=SCREEN, reduced_motion="reduce", **options), []
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)  # a busy machine
+        pages.append(page)
+        return page, errors
+
+    yield new_page
+    for page in pages:
+        page.close()
+
+
+@pytest.fixture(scope="module")
+def shared(new_page):
+    """The page of all tests that need no other one: a file is loaded again in a third of the time of a new page."""
+    return new_page()
+
+
+@pytest.fixture
+def visit(new_page, shared):
+    """Opens a file; at the end there must have been no error in the console."""
+    seen = []
+
+    def visit(file, ready="html.js", **options):
+        page, errors = new_page(**options) if options else shared
+        errors.clear()
+        seen.append(errors)
+        page.set_viewport_size(SCREEN)
+        page.mouse.move(0, 0)
         page.goto(file.as_uri())
         if options.get("java_script_enabled", True):
             page.wait_for_selector(ready)  # the script has unpacked its data
-        pages.append(page)
         return page
 
     yield visit
-    for page in pages:
-        page.close()
-    assert errors == []
+    for errors in seen:
+        assert errors == []
+
+
+def show_all_lines(page):
+    """Makes the window so high that all lines of a pass are in the document."""
+    page.set_viewport_size({"width": 1400, "height": 3000})
+    page.wait_for_function("document.querySelector('#view').clientHeight > 2000")
+    assert page.evaluate("document.querySelector('#rows').clientHeight < document.querySelector('#view').clientHeight")
 
 
 @pytest.fixture
@@ -92,8 +125,7 @@ def test_the_peak_is_chosen_at_first(visit, file, zoo):
 
 def test_lines_that_free_are_folded(visit, file, zoo):
     page = visit(file)
-    page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
-    page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
+    show_all_lines(page)
     frees = {i for i, line in enumerate(zoo.record.phases[1].lines) if line.code.startswith("del ")}
     assert frees
     assert not frees & numbers(page, "line:not(.part)[data-line]")
@@ -141,8 +173,7 @@ def test_diff(page, zoo):
     page.keyboard.press("d")
     assert page.get_attribute('[data-mode="diff"]', "aria-pressed") == "true"
     changes = next(s for s in zoo.stages if s.name == "shardtrace: schedule").changes
-    page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
-    page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
+    show_all_lines(page)
     assert page.locator(".line.m1").count() == changes["added"]
     assert page.locator(".line.m3").count() == changes["removed"]
     folds = page.locator(".line.fold").count()
@@ -163,8 +194,7 @@ def test_hover_shows_producers_and_consumers(page, zoo):
         for i, other in enumerate(forward.lines)
         if set(other.names[len(other.results) :]) & set(line.results) and i > at
     }
-    page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
-    page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
+    show_all_lines(page)
     page.hover(f'[data-line="{at}"] .no')
     assert numbers(page, "producer") == producers == {min(producers)}
     assert numbers(page, "consumer") == consumers
@@ -276,8 +306,7 @@ def test_call_of_a_block_opens_in_place(page, zoo):
     forward = zoo.record.phases[0]
     at = next(i for i, line in enumerate(forward.lines) if line.function)
     parts = forward.lines[at].parts
-    page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
-    page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
+    show_all_lines(page)
     page.click(f'[data-open="{at}"]')
     assert page.locator(".line.part").count() == len(parts)
     k = next(k for k, part in enumerate(parts) if "torch_tanh_0(" in part.code)
