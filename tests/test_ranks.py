@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, run_script
 
 
 @on_ranks(2)
@@ -31,3 +31,11 @@ def test_a_failing_assert_shows_its_rank_its_line_and_its_values(two_ranks):
     assert "\n    assert found == 6\n" in text
     with pytest.raises(pytest.fail.Exception, match=r"^rank 0: AssertionError: assert 5 == 6"):
         two_ranks.run(first_rank_fails)
+
+
+def test_one_rank_of_a_script_proves_and_the_other_one_in_the_next(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom passes.proof import prove\nif prove.prove.__name__ == 'prove': print(os.environ['RANK'])\n"
+    )
+    assert {run_script(script, [], 2).strip() for _ in range(2)} == {"0", "1"}
