@@ -57,10 +57,10 @@ def _case(fault: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Case]:
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    "hangs": _case(_hangs),  # first: the others run meanwhile
     "none": _case(lambda value: value),
     "raises": _case(_raises),
     "aborts": _case(_aborts),
+    "hangs": _case(_hangs),
     "gradient_wrong": _case(_gradient_wrong),
     "value_wrong": _case(_value_wrong),
     "fails_in_eager": _fails_in_eager,
