@@ -64,6 +64,7 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
+from torch._ops import OpOverload
 
 
 class Collective(NamedTuple):
@@ -296,9 +297,11 @@ class _Memory:
         elif is_trip(bsym) or bsym.sym.id in TRIP_WAITS:
             away = bsym.args[1]
             what = bsym.sym.id, away.moves, away.nbytes
-        elif isinstance(bsym.sym.id, Line):
+        elif isinstance(bsym.sym.id, Line | OpOverload):
+            flat, spec = bsym.flat_args_and_spec
             numbers = {name: i for i, name in enumerate(arguments)}
-            what = bsym.sym.id, tuple(numbers.get(a.name) for a in bsym.flat_proxy_args)
+            of_proxies = (numbers.get(a.name) if isinstance(a, Proxy) else (type(a), a) for a in flat)
+            what = bsym.sym.id, spec, tuple(of_proxies)
         else:
             return dry_run(bsym, arguments)
         made = [o.name for o in bsym.flat_proxy_outs]
