@@ -311,10 +311,15 @@ SCRIPTS = (
 
 @on_ranks(2)
 def test_scripts_are_right():
+    """One after the other with the same model, which begins with the same values again."""
+    sharded = build()
+    early = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)  # built before it is sharded
+    shardtrace.fsdp(sharded)
+    start = early.state_dict()
     for script in SCRIPTS:
-        plain, sharded = build(), build()
-        early = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)  # built before it is sharded
-        shardtrace.fsdp(sharded)
+        plain = build()
+        sharded.load_state_dict(plain.state_dict())
+        early.load_state_dict(start)
         optimizers = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), early
         for model, optimizer, rank in zip((plain, sharded), optimizers, (None, dist.get_rank()), strict=True):
             memory = {}
