@@ -12,27 +12,33 @@ from ranks import on_ranks
 from sharded_training import expected_gradients, mean_over_ranks, micro_batches, my_rows, sharded_zoo
 from torch import nn
 
-PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "*": "zero3"}
+PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "blocks.1.*": "zero2", "*": "zero3"}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero2", PARTS])
-def test_micro_batches_equal_one_batch(strategy):
-    accumulate(strategy)
+def test_micro_batches_equal_one_batch():
+    accumulate(PARTS)
 
 
 @on_ranks(4)
 def test_hybrid():
-    cmodel = accumulate("hybrid_zero2", mesh=(2, 2))
-    cmodel.zero_grad()
-    for i, batch in enumerate(micro_batches(0, 3)):  # switched after forward: whole sums, sums of shards, all
-        loss = cmodel(*my_rows(batch)) / 3
-        cmodel.set_requires_gradient_sync(i > 0)
-        if i > 0:
-            cmodel.set_requires_all_reduce(i == 2)
+    """Switched after forward: whole sums, sums of shards, and what all ranks add up after each of them."""
+    cmodel = thunder.jit(sharded_zoo("hybrid_zero2", mesh=(2, 2)))
+    ways = ["whole", "all", "whole", "shards", "all"]
+    total = 0.0
+    for way, batch in zip(ways, micro_batches(0, len(ways)), strict=True):
+        cmodel.set_requires_gradient_sync(True)
+        loss = cmodel(*my_rows(batch)) / len(ways)
+        if way == "whole":
+            cmodel.set_requires_gradient_sync(False)
+        if way == "shards":
+            cmodel.set_requires_all_reduce(False)
         loss.backward()
-    expected = expected_gradients(0, 3)[1]
+        total += mean_over_ranks(loss)
+    expected_loss, expected = expected_gradients(0, len(ways))
+    torch.testing.assert_close(total, expected_loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(shardtrace.full_gradients(cmodel), expected, rtol=1e-6, atol=1e-6)
+    assert not cmodel._shardtrace.runtime.kept.by_place
 
 
 @on_ranks(4)
@@ -81,10 +87,9 @@ def test_reduced_in_each_step():
     accumulate("zero3", reduce_each=True)
 
 
-def accumulate(strategy, mesh=None, reduce_each=False):
-    """Four micro-batches give the gradients of one batch. The first three send no gradient, or all do. Returns the jitted
-    model."""
-    model = sharded_zoo(strategy, mesh=mesh)
+def accumulate(strategy, reduce_each=False):
+    """Four micro-batches give the gradients of one batch. The first three send no gradient, or all do."""
+    model = sharded_zoo(strategy)
     cmodel = thunder.jit(model)
     for step in range(2):  # the second runs what is compiled
         model.zero_grad()
@@ -106,7 +111,6 @@ def accumulate(strategy, mesh=None, reduce_each=False):
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         assert not model._shardtrace.runtime.kept.by_place
     assert thunder.cache_misses(cmodel) == (1 if reduce_each else 2)
-    return cmodel
 
 
 @on_ranks(2)
