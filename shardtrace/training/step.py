@@ -239,15 +239,20 @@ def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE, *, recur
 
 
 def _set_sync(state: ShardedState, mine: frozenset[int], sync: bool, level: Level) -> None:
-    everything = frozenset(range(len(state.entries)))
-    before = state.runtime.keep
-    kept = frozenset[int]() if before is None else everything if before.parameters is None else before.parameters
-    if before is not None and before.level is not level and not sync and not kept <= mine:
+    everything, before = frozenset(range(len(state.entries))), state.runtime.keep
+    if before is None:
+        before = Keep(level, frozenset())
+    kept = everything if before.parameters is None else before.parameters
+    if before.level is Level.WHOLE and level is Level.REPLICAS:
+        mine -= kept  # are not reduced over shards either, whatever this switch says
+    if not mine:
+        return
+    if not sync and before.level is not level and kept - mine:
         raise NotImplementedError(
             "set_requires_gradient_sync and set_requires_all_reduce are switched off for different parts of "
             f"{state.model_name}: switch off one of them"
         )
-    kept = kept - mine if sync else kept | mine
+    level, kept = (before.level, kept - mine) if sync else (level, kept | mine)
     state.runtime.keep = Keep(level, None if kept == everything else kept) if kept else None
 
 

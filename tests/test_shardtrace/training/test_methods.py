@@ -3,6 +3,7 @@
 import copy
 
 import shardtrace
+from shardtrace.model.state import own_state
 
 import pytest
 import thunder
@@ -67,6 +68,35 @@ def test_methods_of_fsdp2_on_submodules(fake_ranks):
     model[0].set_requires_gradient_sync(False)
     with pytest.raises(NotImplementedError, match="switched off for different parts of Sequential"):
         model[2].set_requires_all_reduce(False)
+
+
+def test_switches_that_follow_each_other(fake_ranks):
+    """As in FSDP2: gradients that are not reduced over shards are not reduced over replicas, whatever that switch says."""
+    fake_ranks(2)
+    model = shardtrace.fsdp(net())
+
+    def kept():
+        keep = own_state(model).runtime.keep
+        return keep and (keep.level.value, keep.parameters)
+
+    model.set_requires_gradient_sync(False)
+    for flag in (True, False):
+        model.set_requires_all_reduce(flag)
+        assert kept() == ("whole", None)
+    model.set_requires_gradient_sync(True)
+    assert kept() is None
+    model[0].set_requires_gradient_sync(False)
+    model.set_requires_all_reduce(True)
+    assert kept() == ("whole", {0, 1})
+    model[2].set_requires_gradient_sync(True)
+    assert kept() == ("whole", {0, 1})
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    assert kept() == ("replicas", None)
+    model[0].set_requires_all_reduce(True)
+    assert kept() == ("replicas", {2, 3, 4, 5})
+    model.set_requires_gradient_sync(False)
+    assert kept() == ("whole", None)
 
 
 def test_a_switch_holds_for_a_parameter_that_was_replaced(fake_ranks):
