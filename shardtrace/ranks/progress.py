@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import takewhile
 from time import monotonic
 
 from shardtrace.ranks.mesh import is_alone
@@ -57,7 +58,7 @@ class _Says(threading.Thread):
                 places = _places(self._worker)
                 if self.until_compiled and COMPILES not in places:
                     break
-                stage = _stage(module for module, _ in places)
+                stage = _stage(places)
             seconds = monotonic() - self._begin
             if seconds >= self._due:
                 line = f"shardtrace: {self._what} for {seconds:.0f} s: {stage}"
@@ -129,12 +130,13 @@ def _places(thread: int) -> list[tuple[str, str]]:
     return found
 
 
-def _stage(modules: Iterable[str]) -> str:
-    """What is being done, in words."""
-    for module in modules:
+def _stage(places: Sequence[tuple[str, str]]) -> str:
+    """What is being done, in words. ``places``: the modules and names of functions, the innermost first."""
+    for at, (module, _) in enumerate(places):
         for prefix, words in STAGES:
             if module == prefix or module.startswith(prefix + "."):
                 return words
         if module.startswith("passes.") and module.count(".") == 1 and module not in RUNNERS:
-            return f"pass {module.removeprefix('passes.')}"
+            until_run = takewhile(lambda place: place[0] not in RUNNERS, places[at:])
+            return f"pass {[name for other, name in until_run if other == module][-1]}"
     return "tracing"
