@@ -523,7 +523,7 @@ def accumulate_gradients(trace: TraceCtx, *, parameters: TracedParameters, lower
 
 
 class Changes(NamedTuple):
-    """What becomes of a backward."""
+    """The changes to a backward: lines that are inserted, replaced, or left out."""
 
     inserted: dict[int, list[BoundSymbol]]  # by the line that they precede, as soon as the gradients exist
     replaced: dict[str, BoundSymbol]  # reductions, by their future
@@ -565,7 +565,7 @@ def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], steps: Mapping[Runti
 
 
 def _treatment(step: Step | None, bucket: Bucket, level: Level) -> Gradients | None:
-    """What a step does with the gradients of a bucket. Raises RuntimeError if it is to keep only some of them."""
+    """How a step treats the gradients of a bucket. Raises RuntimeError if it is to keep only some of them."""
     if step is None or step.gradients is Gradients.REDUCED:
         return None
     if step.gradients is Gradients.ADDED or step.keep is None:

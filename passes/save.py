@@ -739,7 +739,7 @@ def _trip(
     hosts: dict[Any, HostMemory],
     new: TraceCtx,
 ) -> tuple[Trip, list[BoundSymbol]] | None:
-    """What the block that a line calls stores, and the lines that store it; None if it saves nothing of its own.
+    """The values that a called block stores, and the lines that store them; None if it saves nothing of its own.
     ``inputs`` of the call are not read after it."""
     part = block_function(bsym)
     assert part is not None

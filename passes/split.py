@@ -164,7 +164,7 @@ SENT = {sum_parts.id: 2, scatter_parts.id: 1, gather_parts.id: 1, gather_output.
 
 
 def _remarks(search: Search) -> Iterator[str]:
-    """What is computed whole, although it could be shared if it had another shape or place."""
+    """Remarks on values that ranks compute whole, and would share if they had another shape or place."""
     if not search.found:
         yield f"no parameter is split over the {search.ranks} ranks of tensor_parallel"
     whole = (search.names[p] for p in search.matrices if p not in search.found)

@@ -300,8 +300,7 @@ class _Memory:
         elif isinstance(bsym.sym.id, Line | OpOverload):
             flat, spec = bsym.flat_args_and_spec
             numbers = {name: i for i, name in enumerate(arguments)}
-            of_proxies = (numbers.get(a.name) if isinstance(a, Proxy) else (type(a), a) for a in flat)
-            what = bsym.sym.id, spec, tuple(of_proxies)
+            what = bsym.sym.id, spec, tuple(numbers.get(a.name) if isinstance(a, Proxy) else (type(a), a) for a in flat)
         else:
             return dry_run(bsym, arguments)
         made = [o.name for o in bsym.flat_proxy_outs]

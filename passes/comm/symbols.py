@@ -504,7 +504,7 @@ Moves = Sequence[bool | Sequence[bool]]  # for each value whether it travels; fo
 
 
 class Away(ContextObject):
-    """What of a block travels to the host.
+    """The saved values of a block that travel to the host.
 
     Args:
         label: the block's name.

@@ -681,11 +681,12 @@ def _producers(trace_or_bsyms: Any, *, _map_to_numbers: bool = False) -> utils.P
     """The first line that makes each value, or its number."""
     found, known = utils.ProxyDict(), set[str]()
     for i, bsym in enumerate(trace_or_bsyms if isinstance(trace_or_bsyms, list) else trace_or_bsyms.bound_symbols):
-        if bsym.sym.id in _MAKE_NOTHING or known.issuperset(made := {o.name: o for o in bsym.flat_proxy_outs}):
-            continue
-        for name in made.keys() - {a.name for a in bsym.flat_proxy_args} - known:
-            known.add(name)
-            found[made[name]] = i if _map_to_numbers else bsym
+        new = [o for o in bsym.flat_proxy_outs if o.name not in known] if bsym.sym.id not in _MAKE_NOTHING else []
+        given = {a.name for a in bsym.flat_proxy_args} if new else ()
+        for made in new:
+            if made.name not in given:
+                known.add(made.name)
+                found[made] = i if _map_to_numbers else bsym
     return found
 
 

@@ -310,7 +310,7 @@ def _ask_the_model() -> None:
 
 @dataclass
 class Said:
-    """What a rank says before ranks are compared: its lines, and for how many seconds the others may be busy, in
+    """The message of a rank before ranks are compared: its lines, and for how many seconds the others may be busy, in
     addition to the timeout of ``fsdp``."""
 
     lines: list[str] = field(default_factory=list)

@@ -175,15 +175,12 @@ def _without_gathers(
     backward: Iterable[BoundSymbol], old: Mapping[str, TensorProxy], kept: frozenset[str]
 ) -> list[BoundSymbol]:
     """The lines of a backward that reads the kept parameters as forward has gathered them."""
-    lines, swap, swapped = [], dict[Variable, Proxy](), set[str]()
+    lines, swap = [], dict[Variable, Proxy]()
     for bsym in backward:
         if (is_issue(bsym) or is_wait(bsym)) and is_gather(bsym) and bucket_of(bsym).label in kept:
-            new = bsym.flat_proxy_outs if is_wait(bsym) else ()
-            swap |= {variableify(o): old[o.name] for o in new}
-            swapped |= {o.name for o in new}
+            swap |= {variableify(o): old[o.name] for o in bsym.flat_proxy_outs if is_wait(bsym)}
         else:
-            reads = not swapped.isdisjoint(a.name for a in bsym.flat_proxy_args)
-            lines.append(bsym.from_bsym_swap_proxies(swap) if reads else bsym)
+            lines.append(bsym.from_bsym_swap_proxies(swap) if swap and bsym.has_input(swap) else bsym)
     return lines
 
 

@@ -144,8 +144,8 @@ def functions_of_transports():
 def with_tensors(value, change):
     """A tensor, or those in a list or tuple, changed; a future as it is."""
     flat, spec = tree_flatten(value, is_leaf=lambda v: hasattr(v, "_fields"))
-    changed = [change(t) if isinstance(t, torch.Tensor) and t.is_floating_point() and len(t) > 1 else t for t in flat]
-    return tree_unflatten(changed, spec)
+    is_float = [isinstance(t, torch.Tensor) and t.is_floating_point() and len(t) > 1 for t in flat]
+    return tree_unflatten([change(t) if may else t for t, may in zip(flat, is_float, strict=True)], spec)
 
 
 def test_each_function_of_the_transports_does_as_the_law_says(monkeypatch):
